@@ -1,3 +1,1 @@
 """Stage 1: the command line (phases 1 and 2 of the walk)."""
-
-__version__ = "0.9.0"

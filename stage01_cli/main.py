@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
-from typing import Any
 
+from stage03_engine import __version__
 from stage03_engine.args.command import CLISubcommand, run_program
 from stage03_engine.args.parser import FlexibleArgumentParser
 from stage03_engine.mixins import load
@@ -32,7 +31,9 @@ def make_parser(chosen: str | None) -> FlexibleArgumentParser:
     parser = FlexibleArgumentParser(
         prog="stages", description="vLLM in stages: a small inference server, part by part."
     )
-    parser.add_argument("-v", "--version", action=_Version, nargs=0, help="print the version and exit")
+    parser.add_argument(
+        "-v", "--version", action="version", version=f"stages {__version__}", help="print the version and exit"
+    )
     subparsers = parser.add_subparsers(dest="subparser", metavar="COMMAND")
     for name, (where, help) in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=help, description=help)
@@ -41,13 +42,3 @@ def make_parser(chosen: str | None) -> FlexibleArgumentParser:
             command.add_arguments(subparser)
             subparser.set_defaults(dispatch_function=command.cmd)
     return parser
-
-
-class _Version(argparse.Action):
-    """Looks the version up only when asked: that reads the installed package's files."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        from importlib.metadata import version
-
-        print(f"stages {version('vllm-in-stages')}")
-        parser.exit()

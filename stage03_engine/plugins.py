@@ -221,9 +221,8 @@ class Part:
     key: str = ""
     flags: tuple[str, ...] = ()
     tasks: tuple[str, ...] = ()
-    paths: Mapping[str, str] = field(
-        default_factory=dict
-    )  # of routes: path -> how the ids of its requests begin; "": none
+    # of routes: path -> how the ids of its requests begin; "": none
+    paths: Mapping[str, str] = field(default_factory=dict)
     late: bool = False  # of routes: loaded by the first request for one of `paths`, in a thread; else at start
     own_ids: bool = False  # of routes: no client may choose their ids
     help: str = ""  # of a command
@@ -263,9 +262,8 @@ class Feature:
     settings: Mapping[str, type] = field(default_factory=dict)  # section of the settings -> what it adds, a dataclass
     needs: tuple[str, ...] = ()  # features without which it is not there
     after: tuple[str, ...] = ()  # features that come into effect before it, if they are there
-    conflicts: Mapping[tuple[str, str], str] = field(
-        default_factory=dict
-    )  # two settings that cannot both be given -> why
+    # two settings that cannot both be given -> why
+    conflicts: Mapping[tuple[str, str], str] = field(default_factory=dict)
     variables: tuple[str, ...] = ()  # of the environment, which stand for no setting: it reads them itself
     events: tuple[str | Row, ...] = ()  # of the trace, that it emits; a feature of another package adds its own rows
 

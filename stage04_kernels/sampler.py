@@ -66,9 +66,8 @@ class SamplingMetadata:
     top_k: Tensor | None  # [num_rows] int64; 0 and -1 = off
     top_p: Tensor | None  # [num_rows] float32; 1 = off
     min_p: Tensor | None  # [num_rows] float32; 0 = off
-    noise_keys: tuple[
-        Tensor, Tensor
-    ]  # seeds (any 64 bits), and how many tokens each has produced: [num_rows] int64 each
+    # seeds (any 64 bits), and how many tokens each has produced: [num_rows] int64 each
+    noise_keys: tuple[Tensor, Tensor]
     random_rows: list[int]  # the rows that are not greedy
     max_num_logprobs: int | None = None  # None: no logprobs; 0: of the sampled token only; k: of the k most likely too
     rules: Rules | None = None  # None: no row has any

@@ -24,12 +24,15 @@ from stage03_engine.messages import EngineCoreRequestType, EngineFailed, EngineH
 from stage03_engine.tracing import open_trace
 from stagetrace import trace
 
+ROOT = Path(__file__).parent.parent
 PATCH = f"""
-import subprocess
+import os, subprocess
 class Popen(subprocess.Popen):
     def __init__(self, command, *args, **how):
         if list(command[1:3]) == ["-m", "stage03_engine.core"]:
             command = [command[0], {__file__!r}, *command[3:]]
+            path = os.pathsep.join({[str(ROOT), str(ROOT / "trace")]!r})  # beside this file are folders called as the stages are
+            how["env"] = (how.get("env") or os.environ) | dict(PYTHONPATH=path)
         super().__init__(command, *args, **how)
 subprocess.Popen = Popen
 """

@@ -183,9 +183,8 @@ class Image:
 
     def __init__(self, before: set[str], imports: Callable[[], dict[str, set[str]]]) -> None:
         """`before` is what Python loads in any case, `imports` tells, at the end, who imports whom."""
-        importlib.import_module(
-            "tqdm"
-        )  # torch brings it: looks through all variables for those that begin with its name
+        # torch brings it: looks through all variables for those that begin with its name
+        importlib.import_module("tqdm")
         with Reads() as self.names:
             for name in LIBRARIES:
                 try:
@@ -200,9 +199,8 @@ class Image:
         self._own = {name.partition(".")[0] for name in sys.modules if name not in before} - OURS | CUSTOM
         hidden = Hidden(before, imports())
         sys.meta_path.insert(0, hidden)
-        ctypes.pythonapi.Py_IncRef(
-            ctypes.py_object(hidden)
-        )  # what was never shown is not taken apart at the end of the process either
+        # what was never shown is not taken apart at the end of the process either
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(hidden))
         gc.collect()
         gc.freeze()
 

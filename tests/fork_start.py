@@ -28,9 +28,8 @@ import psutil
 
 OFF = "STAGES_TESTS_FORK"
 """Set it to 0, and each process starts as a user starts it."""
-IS_ON = (
-    os.environ.get(OFF) != "0" and sys.platform == "linux"
-)  # now, as tests go without the variables of whoever runs them
+# now, as tests go without the variables of whoever runs them
+IS_ON = os.environ.get(OFF) != "0" and sys.platform == "linux"
 TESTS = Path(__file__).parent
 PADDING = 1024
 """Bytes that a fork server's command line has room for: that of a process which it forks stands there."""

@@ -21,11 +21,7 @@ from safetensors.torch import load_file, save_file
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.features.distributed import manifest
-from stage03_engine.core.features.distributed.parallel_state import (
-    destroy_distributed,
-    init_distributed,
-    ranks,
-)
+from stage03_engine.core.features.distributed.parallel_state import destroy_distributed, init_distributed, ranks
 from stage03_engine.core.features.distributed.rank_config import rank_config
 from stage03_engine.core.features.distributed.ranks import Ranks
 from stage03_engine.core.input_batch import make_metadata

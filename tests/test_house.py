@@ -15,9 +15,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 STAGES = ["stage01_cli", "stage02_server", "stage03_engine", "stage04_kernels"]
 WALK = [*STAGES, "stage03_engine/args", "stage03_engine/frontend", "stage03_engine/core", "stage03_engine/core/models"]
-BESIDE = [
-    "stage03_engine/llm"
-]  # a room, but one that a reader of the walk comes through: it reaches others by seams too
+# a room, but one that a reader of the walk comes through: it reaches others by seams too
+BESIDE = ["stage03_engine/llm"]
 MACHINERY = ["args", "frontend", "core", "models"]  # folders of stage 3 that the walk is built upon
 NO_TORCH = [  # plain Python by contract: policy, and everything that the API process imports
     *[
@@ -199,9 +198,8 @@ def test_no_address_that_somebody_else_could_take() -> None:
     for name in filter(None, listed.split("\0")):
         text = (ROOT / name).read_bytes().decode("utf-8", "ignore") if (ROOT / name).is_file() else ""
         found = [address for address in HOSTED.findall(text) if not address.lower().startswith(OTHERS)]
-        found += re.findall(
-            r"pip3? install [^\n`]*?['\" ]vllm-in-stages\b", text
-        )  # the name on the package index is not ours
+        # the name on the package index is not ours
+        found += re.findall(r"pip3? install [^\n`]*?['\" ]vllm-in-stages\b", text)
         wrong += [f"{name}: {address}" for address in found if name != "tests/test_house.py"]
     assert not wrong
 

@@ -219,9 +219,8 @@ def test_every_flag_that_a_readme_names_exists() -> None:
         race.make_parser(),
     ]
     known = set().union(*map(flags_of, parsers), NO_FLAGS_OF_OURS)
-    known |= set(
-        re.findall(r"--[a-z-]+", REFUSED.read_text(encoding="utf-8"))
-    )  # which a README may show with its reason
+    # which a README may show with its reason
+    known |= set(re.findall(r"--[a-z-]+", REFUSED.read_text(encoding="utf-8")))
     for readme in READMES:
         named = re.findall(r"(?<![\w-])--[a-z][a-z_-]*[a-z]", readme.read_text(encoding="utf-8"))
         assert {name.replace("_", "-") for name in named} <= known, readme

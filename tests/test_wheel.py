@@ -16,7 +16,7 @@ import httpx
 import pytest
 from patience import PATIENCE, wait_until
 
-from stage01_cli import __version__
+from stage03_engine import __version__
 
 ROOT = Path(__file__).parent.parent
 ELSEWHERE = {"notebooks", "tests"}
@@ -66,9 +66,8 @@ def stages(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         str(wheel),
     ]
     subprocess.run([sys.executable, *install], check=True)
-    (Path(site) / "libraries.pth").write_text(
-        sysconfig.get_path("purelib") + "\n"
-    )  # now: it shows this project as well
+    # now: it shows this project as well
+    (Path(site) / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return folder / "bin/stages"
 
 

@@ -74,9 +74,8 @@ def run_command(command: Callable[[], int]) -> int:
         sys.stdout.flush()
         return code
     except StagesError as error:
-        print(
-            f"stages: error: {printable(' '.join(str(error).split()))}", file=sys.stderr
-        )  # it may quote a model's file
+        # it may quote a model's file
+        print(f"stages: error: {printable(' '.join(str(error).split()))}", file=sys.stderr)
         return error.exit_code
     except ModuleNotFoundError as error:
         if error.name not in EXTRAS:
@@ -86,9 +85,8 @@ def run_command(command: Callable[[], int]) -> int:
         return StagesError.exit_code
     except KeyboardInterrupt:
         return 130
-    except (
-        BrokenPipeError
-    ):  # `stages ... | head`: nobody reads the rest, and Python must not try to write it at its end
+    except BrokenPipeError:
+        # `stages ... | head`: nobody reads the rest, and Python must not try to write it at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:

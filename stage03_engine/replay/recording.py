@@ -73,9 +73,8 @@ class RecordedHook(SchedulerHook):
 class Decision:
     """One step's decision. Recorded and replayed ones are compared in this form, so a scheduler need not emit events."""
 
-    scheduled: dict[str, int] = field(
-        default_factory=dict
-    )  # request -> tokens, drafts included, in the order of service
+    # request -> tokens, drafts included, in the order of service
+    scheduled: dict[str, int] = field(default_factory=dict)
     drafts: dict[str, int] = field(default_factory=dict)
     new_blocks: dict[str, list[int]] = field(default_factory=dict)
     started: dict[str, int] = field(default_factory=dict)  # admitted or resumed -> tokens that need not be computed
@@ -87,10 +86,8 @@ class Decision:
     @classmethod
     def of(cls, output: SchedulerOutput, free_blocks: int) -> Decision:
         """What a scheduler decided."""
-        new, extras = (
-            output.scheduled_new_reqs,
-            output.extras,
-        )  # the latter as hooks put them there: nothing was encoded
+        # the latter as hooks put them there: nothing was encoded
+        new, extras = output.scheduled_new_reqs, output.extras
         drafts, swaps = extras.get("spec_decode"), extras.get("swap_space")
         blocks = output.new_block_ids | {request.request_id: list(request.block_ids) for request in new}
         return cls(

@@ -56,9 +56,8 @@ def plan_tiles(metadata: AttentionMetadata, block_size: int, window: int | None)
         splits = []
         for ahead in range(0, int((last - begin).max()) + 1, SPLIT):
             positions = begin + ahead + offsets  # [ROWS, SPLIT]
-            own = torch.minimum(
-                positions, last
-            )  # a masked position reads the row's own last token, never another request's NaN
+            # a masked position reads the row's own last token, never another request's NaN
+            own = torch.minimum(positions, last)
             slots = table.gather(1, own // block_size) * block_size + own % block_size
             splits.append((slots.flatten(), (positions <= last)[:, None, None, :]))
         yield RowTile(start, end, rows, splits)

@@ -271,10 +271,8 @@ def read_ttgir(ttgir: str, variant: Variant, result: Resources) -> None:
     ):
         warps = re.search(r"warpsPerCTA = \[(\d+), (\d+)\]", layouts[layout])
         assert warps is not None
-        down, across = (
-            16 * int(warps[1]) / int(rows),
-            8 * int(warps[2]) / int(columns),
-        )  # a warp's product has 16 x 8 numbers or more
+        # a warp's product has 16 x 8 numbers or more
+        down, across = 16 * int(warps[1]) / int(rows), 8 * int(warps[2]) / int(columns)
         result.repeats = max(result.repeats, round(max(1, down) * max(1, across)))
 
 

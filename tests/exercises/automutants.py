@@ -195,9 +195,8 @@ def run(exercise: Exercise, most: int, show: bool) -> tuple[int, int]:
     with tempfile.TemporaryDirectory() as folder:
         for module, names in modules(exercise):
             same = Change(0, "nothing", inspect.getsource(module))
-            if rejected(
-                exercise, same, names, Path(folder)
-            ):  # its copy has classes of its own, which others do not know
+            if rejected(exercise, same, names, Path(folder)):
+                # its copy has classes of its own, which others do not know
                 print(f"  skipped: {module.__name__}: even an unchanged copy is rejected", flush=True)
                 continue
             some = list(changes(exercise, module, names))

@@ -140,9 +140,8 @@ def test_a_claim_that_does_not_hold_is_noticed(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out == "holds: two is more than one\n"
     with pytest.raises(AssertionError, match="does not hold in this run: one is more than two"):
         lab.claim("one is more than two", 1 > 2)
-    lab.claim(
-        "it was fast", False, measured=True
-    )  # on a busy machine: the reader's notebook goes on, a built one is not written
+    # on a busy machine: the reader's notebook goes on, a built one is not written
+    lab.claim("it was fast", False, measured=True)
     output = nbformat.v4.new_output("stream", name="stdout", text=capsys.readouterr().out)
     cell = nbformat.v4.new_code_cell("", outputs=[output])
     with pytest.raises(SystemExit, match="is the machine busy.*it was fast"):

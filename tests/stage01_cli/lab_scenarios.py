@@ -65,9 +65,8 @@ def scenario_of(events: list[Event]) -> dict[str, Any]:
         "enable_chunked_prefill",
     )
     settings = {name: created["scheduler_config"][name] for name in mine}
-    settings["max_num_seqs"] = min(
-        64, settings["max_num_seqs"]
-    )  # the laboratory's most, which no recording here reaches
+    # the laboratory's most, which no recording here reaches
+    settings["max_num_seqs"] = min(64, settings["max_num_seqs"])
     cache = created["cache_config"]
     settings |= {"block_size": cache["block_size"], "enable_prefix_caching": cache["enable_prefix_caching"]}
     return {"settings": settings | {"num_gpu_blocks_override": min(513, created["num_blocks"])}, "requests": requests}

@@ -119,9 +119,8 @@ TIGHT = {
 @settings(max_examples=60)
 def test_every_decision_is_the_engines(value: dict[str, Any]) -> None:
     room = (value["settings"]["num_gpu_blocks_override"] - 1) * value["settings"]["block_size"]
-    fitting = [
-        each for each in value["requests"] if each["prompt"] + each["output"] < room
-    ]  # an engine has room for each
+    # an engine has room for each
+    fitting = [each for each in value["requests"] if each["prompt"] + each["output"] < room]
     assume(fitting)
     wanted = read_scenario(value | {"requests": fitting})
     if not wanted.settings.enable_chunked_prefill:  # nor does one start whose prompts exceed the budget for good

@@ -535,10 +535,8 @@ def test_a_long_upload_lies_on_the_disk_and_a_full_one_is_a_503(
 ) -> None:
     config = EngineArgs.from_kwargs(model=str(folder))
     server = make_server(RecordingEcho(config=config), config=config)
-    data, files = (
-        {"language": "en", "max_completion_tokens": "1"},
-        {"file": sound(40)},
-    )  # 1.3 MB, above what stays in memory
+    # 1.3 MB, above what stays in memory
+    data, files = {"language": "en", "max_completion_tokens": "1"}, {"file": sound(40)}
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert server.request("POST", "/v1/audio/transcriptions", files=files, data=data).status_code == 200
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))

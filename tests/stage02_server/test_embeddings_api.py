@@ -47,9 +47,8 @@ def pooling() -> Iterator[InProcessServer]:
 
 def refused(server: InProcessServer, path: str, body: dict[str, Any], status: int, param: str | None) -> str:
     headers = {"Content-Type": "application/json"}
-    answer = server.request(
-        "POST", path, content=json.dumps(body), headers=headers
-    )  # httpx cannot send half a character
+    # httpx cannot send half a character
+    answer = server.request("POST", path, content=json.dumps(body), headers=headers)
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["param"]) == (status, status, param), error
     return error["message"]

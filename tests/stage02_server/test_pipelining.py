@@ -151,9 +151,8 @@ def test_parsing_is_done_in_small_pieces_and_each_turn_of_the_loop_has_one(
 ) -> None:
     """Of all connections together, beyond the first piece of what each brings; and who sends little does not wait for them."""
     monkeypatch.setattr(connection_turns, "PARSING_SECONDS", 1e-9)
-    monkeypatch.setattr(
-        connection_turns, "FIRST_SECONDS", PATIENCE
-    )  # first pieces are no matter of how busy the machine is
+    # first pieces are no matter of how busy the machine is
+    monkeypatch.setattr(connection_turns, "FIRST_SECONDS", PATIENCE)
     pieces: list[bytes] = []
     parse = LimitedHttpProtocol.data_received
     monkeypatch.setattr(

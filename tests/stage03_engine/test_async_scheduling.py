@@ -184,9 +184,8 @@ def test_an_abort_during_a_step_drops_what_is_in_flight(core: AsyncEngineCore) -
     for _ in range(3):
         core.step()
     core.abort_requests(["gone"])
-    ask(
-        core, "gone", [*PROMPT, 6], max_tokens=2, ignore_eos=True
-    )  # the id is free again: the old one's token is not its own
+    # the id is free again: the old one's token is not its own
+    ask(core, "gone", [*PROMPT, 6], max_tokens=2, ignore_eos=True)
     answers = run(core)
     assert len(answers["gone"][0]) == 2 and answers["kept"][0] == alone["kept"][0][-len(answers["kept"][0]) :]
     ask(core, "new", [*PROMPT, 6], max_tokens=2, ignore_eos=True)

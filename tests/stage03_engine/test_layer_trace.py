@@ -53,9 +53,8 @@ def test_each_forward_pass_is_embeddings_layers_and_a_final_norm(
     spans = [e for e in events if e.name.startswith("model.") and e.name != "model.logits"]
     layer = ("B attention", "B kv_write", "E kv_write", "E attention", "B mlp", "E mlp")
     layers = [(part[0], f"model.{part[2:]}", number) for number in range(num_layers) for part in layer]
-    learnt = (
-        [(ph, "model.positional_embedding", None) for ph in "BE"] if "gpt2" in name else []
-    )  # Llama rotates instead
+    # Llama rotates instead
+    learnt = [(ph, "model.positional_embedding", None) for ph in "BE"] if "gpt2" in name else []
     one_pass = [
         ("B", "model.forward", None), ("B", "model.embedding", None), *learnt, ("E", "model.embedding", None), *layers,
         ("B", "model.final_norm", None), ("E", "model.final_norm", None), ("E", "model.forward", None),

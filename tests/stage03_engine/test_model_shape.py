@@ -166,9 +166,8 @@ def test_any_config_gives_a_sound_shape_or_a_refusal(
     assert shape.num_heads % shape.num_kv_heads == 0 and shape.head_dim % 2 == 0
     assert (shape.sliding_window is None) == (shape.sliding_layers == ())
     config = VllmConfig(model_config=ModelConfig(shape=shape))
-    assert (
-        msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=VllmConfig) == config
-    )  # it survives the handshake
+    # it survives the handshake
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=VllmConfig) == config
 
 
 # Published parameter counts, as `sum(p.numel() for p in model.parameters())` gives them.

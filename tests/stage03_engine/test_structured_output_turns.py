@@ -51,9 +51,8 @@ def test_between_two_turns_of_a_key_each_other_has_one(askers: list[tuple[int | 
     """`moves`: add the next, or take one. Within a key the same holds of HTTP requests, and within those the first comes first."""
     turns, coming, taken = Turns[int](), iter(enumerate(askers)), 0
     queued: dict[int, Asker] = {}
-    since: dict[object, list[object]] = defaultdict(
-        list
-    )  # a key, or an HTTP request -> whose turn it was since its own
+    # a key, or an HTTP request -> whose turn it was since its own
+    since: dict[object, list[object]] = defaultdict(list)
     for add in [*moves, *[True] * len(askers), *[False] * len(askers)]:
         if add:
             for number, who in coming:

@@ -13,12 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 from small_tokenizers import byte_level, metaspace, model_folder, sentencepiece
-from tokenizers import (
-    AddedToken,
-    Tokenizer as Backend,
-    decoders,
-    normalizers,
-)
+from tokenizers import AddedToken, Tokenizer as Backend, decoders, normalizers
 
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.errors import ConfigError

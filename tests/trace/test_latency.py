@@ -251,9 +251,8 @@ def test_the_steps_add_up_to_the_time_of_the_engine(run: str) -> None:
         steps, complete = StepTime(), [step for step in story.steps if step.end_ns and step.engine == engine]
         for step in complete:
             steps.feed(step)
-        whole = (
-            complete[-1].end_ns - complete[0].start_ns if complete else 0
-        )  # a step that the engine's death cut has no end
+        # a step that the engine's death cut has no end
+        whole = complete[-1].end_ns - complete[0].start_ns if complete else 0
         assert steps.total_ns == whole and min(steps.parts.values()) >= 0
     begun = [event for event in events if event.proc == "APIServer" and event.phase and event.phase <= 5]
     listening = next(event for event in begun if event.name == "server.listening")

@@ -109,9 +109,8 @@ def check_state(
     assert shown["phase"] == str(event.phase)
     assert shown["running"] == naive["running"] and set(shown["waiting"]) == set(naive["waiting"])
     assert shown["lacks"] == [naive["lacks"][request_id] for request_id in shown["waiting"]]
-    if (
-        event.name == "sched.held_back" and event.pid == engine
-    ):  # the scheduler's own order, which a class of the user's may choose
+    if event.name == "sched.held_back" and event.pid == engine:
+        # the scheduler's own order, which a class of the user's may choose
         assert shown["waiting"] == [*event.args["held"], event.args["first"], *event.args["behind"]]
     elif not overtakes:
         assert shown["waiting"] == naive["waiting"]

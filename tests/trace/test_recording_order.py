@@ -43,9 +43,8 @@ def processes(draw: st.DrawFn, contradictory: bool = False) -> list[list[Event]]
             cause = f"{other}:{rng.randrange(size)}"
         seq = lanes[pid][-1].seq + rng.choice([1, 1, 1, 3])  # a filter leaves gaps
         lanes[pid].append(event(pid, seq, now + offsets[pid] + rng.randrange(-5, 5), cause))
-    return [
-        lane[: rng.randrange(1, len(lane) + 1)] if rng.random() < 0.3 else lane for lane in lanes
-    ]  # crashes lose the end
+    # crashes lose the end
+    return [lane[: rng.randrange(1, len(lane) + 1)] if rng.random() < 0.3 else lane for lane in lanes]
 
 
 def shuffled(lane: list[Event], rng: random.Random) -> list[Event]:

@@ -27,9 +27,8 @@ RESERVED = 2 << 30  # bytes of addresses that libraries reserve and do not use
 LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446  # the same on all machines
 WRITE_FILE, READ_FILE, READ_DIR, MAKE_DIR, MAKE_REG = (1 << bit for bit in (1, 2, 3, 7, 8))
 CHANGES = WRITE_FILE | sum(1 << bit for bit in range(4, 13))  # remove_* and make_*; running stays allowed
-OWN = (
-    WRITE_FILE | 1 << 4 | 1 << 5 | MAKE_DIR | MAKE_REG
-)  # in its folder: files and folders, but no link, pipe, socket or device
+# in its folder: files and folders, but no link, pipe, socket or device
+OWN = WRITE_FILE | 1 << 4 | 1 << 5 | MAKE_DIR | MAKE_REG
 READS = READ_FILE | READ_DIR
 REFER, TRUNCATE = 1 << 13, 1 << 14  # Landlock 2 and 3
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 1, 4, 38, 22, 2

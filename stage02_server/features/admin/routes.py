@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-from importlib.metadata import version
-
 from fastapi import APIRouter, FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
@@ -12,6 +9,7 @@ from stage02_server.api_server import Services
 from stage02_server.errors import APIError, not_found
 from stage02_server.features.admin.metrics_text import MetricsText
 from stage02_server.features.admin.server_load import ServerLoad
+from stage03_engine import __version__
 
 router = APIRouter()
 
@@ -19,12 +17,7 @@ router = APIRouter()
 @router.get("/version")
 async def show_version() -> dict[str, str]:
     """The version of this project."""
-    return {"version": _version()}
-
-
-@cache
-def _version() -> str:
-    return version("vllm-in-stages")  # reads a file
+    return {"version": __version__}
 
 
 @router.get("/metrics")

@@ -210,9 +210,8 @@ class PipelinedHttpProtocol(LimitedHttpProtocol):
     max_pipelined: int
     turns: ParsingTurns
     starts: StartingTurns
-    placeless: frozenset[
-        str
-    ]  # paths that need no place: a proxy whose clients take them all is still told that the server is well
+    # paths that need no place: a proxy whose clients take them all is still told that the server is well
+    placeless: frozenset[str]
 
     _flow: _Flow
     _held = b""  # read, but not parsed yet

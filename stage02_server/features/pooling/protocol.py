@@ -71,9 +71,8 @@ class EmbeddingRequest(InputRequest):
     dimensions: Int32 | None = Field(
         default=None, description="Keep so many of a vector's first numbers, if the model was trained for it."
     )
-    normalize: bool | None = Field(
-        default=None, description="Scale the vector to length 1."
-    )  # use_activation under vLLM's older name
+    # use_activation under vLLM's older name
+    normalize: bool | None = Field(default=None, description="Scale the vector to length 1.")
 
     def to_pooling_params(self, task: str) -> PoolingParams:
         """Raises InvalidRequestError."""

@@ -46,9 +46,8 @@ class InputItem(BaseModel):
         default=None, description="Who speaks: system, developer, user, assistant or tool."
     )
     content: Text | ListOf[InputPart] | None = Field(default=None, description="A text, or a list of parts.")
-    call_id: Text | None = Field(
-        default=None, description="Which call; its result has the same."
-    )  # of a function call and of its output
+    # of a function call and of its output
+    call_id: Text | None = Field(default=None, description="Which call; its result has the same.")
     name: Text | None = Field(default=None, description="Its name.")
     arguments: Text | None = Field(default=None, description="The arguments of the call, as JSON in a text.")
     output: Text | ListOf[InputPart] | None = Field(default=None, description="The result of a call.")

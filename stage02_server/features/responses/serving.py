@@ -16,12 +16,7 @@ from stage02_server.api_server import Services
 from stage02_server.errors import as_reported
 from stage02_server.features.responses.encoded import decoded_items, encoded_items
 from stage02_server.features.responses.maker import ResponseMaker
-from stage02_server.features.responses.protocol import (
-    LOGPROBS,
-    ResponsesRequest,
-    in_words_of_responses,
-    to_messages,
-)
+from stage02_server.features.responses.protocol import LOGPROBS, ResponsesRequest, in_words_of_responses, to_messages
 from stage02_server.features.responses.protocol_output import ResponseProgress
 from stage02_server.features.responses.store import LOG_STEP, EventLog, ResponseStore, StoredResponse
 from stage02_server.features.structured_outputs.refusal_first import RefusalFirst

@@ -62,9 +62,8 @@ class StoredResponse:
     """A response, the conversation that led to it, and the work on it if it runs in the background."""
 
     maker: ResponseMaker | None  # None when it has ended
-    items: list[
-        bytes
-    ]  # the conversation as JSON (encoded.py); the output comes last when it is there; without instructions
+    # the conversation as JSON (encoded.py); the output comes last when it is there; without instructions
+    items: list[bytes]
     engine_requests: list[EngineCoreRequest]  # of one that runs in the background
     body: bytes = b""  # the response as JSON, when it has ended
     status: Status = "queued"

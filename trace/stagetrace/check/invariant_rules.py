@@ -184,9 +184,8 @@ class Routing:
             self._balanced |= event.args["kind"] == "DPLBAsyncMPClient"
         elif event.name == "dp.routed":
             self._routed[req] = event.args["engine"]
-        elif (
-            event.name == "sched.queued" and engine_number(event.proc) is not None
-        ):  # under torchrun all processes have all
+        elif event.name == "sched.queued" and engine_number(event.proc) is not None:
+            # under torchrun all processes have all
             self._queued(event, req, notes)
         elif event.name == "dp.engine_lost":
             lost = event.args["engine"]

@@ -72,9 +72,8 @@ class Gatherer:
         self._requests: dict[str, HttpRequest] = {}
         self._ended = Lingering()
         self._sent: OrderedDict[str, Event] = OrderedDict()  # ref -> a message on its way
-        self._in_step: OrderedDict[tuple[int | None, int | None], list[str]] = (
-            OrderedDict()
-        )  # (pid of the engine, step) -> who received tokens in it
+        # (pid of the engine, step) -> who received tokens in it
+        self._in_step: OrderedDict[tuple[int | None, int | None], list[str]] = OrderedDict()
         self._arrived: dict[str, deque[int]] = {}  # request -> when its outputs arrived that are not text yet
 
         self._latest_arrival = 0

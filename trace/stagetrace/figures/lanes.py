@@ -55,9 +55,8 @@ def scene(story: Story, req: str | None = None) -> Scene:
     engines = [pid for pid, name in story.processes.items() if name.startswith("EngineCore")] or list(story.processes)
     engine = engines[0] if engines else None
     helpers = {pid for pid, name in story.processes.items() if place_of_worker(name) or name == "DPCoordinator"}
-    front_ends = [pid for pid in story.processes if pid != engine and pid not in helpers] or list(
-        story.processes
-    )  # one process is both
+    # one process is both
+    front_ends = [pid for pid in story.processes if pid != engine and pid not in helpers] or list(story.processes)
     return Scene(start, end, requests, steps, messages, front_ends, engine)
 
 

@@ -123,9 +123,8 @@ def _draw_steps(axes: Axes, story: Story, requests: list[RequestStory]) -> None:
     places: dict[str, list[Box]] = {kind: [] for kind in SHOWN}
     for y, row in enumerate(rows):
         for stretch in row:
-            chunks = (
-                stretch.kind == "prefill" and len(story.steps) < 300
-            )  # each a box of its own; whatever else lasts is one box
+            # each a box of its own; whatever else lasts is one box
+            chunks = stretch.kind == "prefill" and len(story.steps) < 300
             parts = (
                 [(c, c) for c in range(stretch.first, stretch.last + 1)] if chunks else [(stretch.first, stretch.last)]
             )

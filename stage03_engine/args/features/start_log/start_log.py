@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from dataclasses import fields
-from importlib.metadata import PackageNotFoundError, version
 
+from stage03_engine import __version__
 from stage03_engine.args.cpu import find_cores
 from stage03_engine.args.fields import settings_of
 from stage03_engine.config import VllmConfig
@@ -18,7 +18,7 @@ def say(config: VllmConfig, *more_sections: object) -> None:
     """Log the version, the model and the settings that are not at their default (those that were detected too); and warn if the
     answers will mean nothing. `more_sections` hold the settings of the server."""
     model = config.model_config
-    logger.info("vLLM in stages %s, model %s", _version(), model.model)
+    logger.info("vLLM in stages %s, model %s", __version__, model.model)
     sections = [*(getattr(config, each.name) for each in fields(config)), *more_sections]
     values = [(each, getattr(section, each.name)) for section in sections for each in settings_of(type(section))]
     shown = {each.name: HIDDEN if each.secret else str(value) for each, value in values if value != each.default}
@@ -33,10 +33,3 @@ def say(config: VllmConfig, *more_sections: object) -> None:
 def _how_it_computes(config: VllmConfig) -> str:
     threads, dtype = f"compute threads: {config.device_config.num_threads or 1}", config.model_config.dtype
     return f"{threads}, {dtype}{'' if dtype == 'float32' else '; --dtype float32 is exact'}."
-
-
-def _version() -> str:
-    try:
-        return version("vllm-in-stages")
-    except PackageNotFoundError:
-        return "(not installed)"

@@ -13,10 +13,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from stage03_engine.core.features.distributed.parallel_state import (
-    receive_from_previous_stage,
-    send_to_next_stage,
-)
+from stage03_engine.core.features.distributed.parallel_state import receive_from_previous_stage, send_to_next_stage
 from stage03_engine.core.features.distributed.pipeline_scheduler import NEW_TOKENS
 from stage03_engine.core.features.distributed.ranks import Ranks
 from stage03_engine.core.features.distributed.stages import TIED, layer_range

@@ -145,9 +145,8 @@ class KVConnectorHook(SchedulerHook):
         """The tokens in the blocks that were read, if they follow what is known. None for a request that needs more of its prompt than keys
         and values."""
         found, (number, rest) = self._found.get(request.request_id), divmod(num_computed, self._manager.block_size)
-        if (
-            found is None or request.skip_reading_prefix_cache or rest or number < found.first
-        ):  # cached blocks that came before were evicted meanwhile
+        if found is None or request.skip_reading_prefix_cache or rest or number < found.first:
+            # cached blocks that came before were evicted meanwhile
             return 0
         return max(0, found.first + len(found.blocks) - number) * self._manager.block_size
 
@@ -196,9 +195,8 @@ class KVConnectorHook(SchedulerHook):
         table = self._manager.block_table(request.request_id)
         new = [(table[i], request.block_hashes[i]) for i in range(first, end) if table[i] not in self.held_blocks]
         if self._limits.saves and not request.hash_keys:
-            new = new[
-                : self._most_held - len(self.held_blocks)
-            ]  # the first ones: without them the others are not found
+            # the first ones: without them the others are not found
+            new = new[: self._most_held - len(self.held_blocks)]
             self._hold([block for block, _ in new])
             self._transfers.saves += new
 

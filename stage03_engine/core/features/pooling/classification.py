@@ -24,9 +24,8 @@ class GPT2ForSequenceClassification(GPT2LMHeadModel):
 
     def __init__(self, shape: ModelShape, backend: str = "torch") -> None:
         super().__init__(replace(shape, tie_word_embeddings=True), backend)
-        self.score = embedding(
-            len(shape.labels), shape.hidden_size
-        )  # a matrix of float32 products, which nothing packs
+        # a matrix of float32 products, which nothing packs
+        self.score = embedding(len(shape.labels), shape.hidden_size)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """[num_rows, hidden_size] -> float32 [num_rows, num_labels]."""
@@ -40,9 +39,8 @@ class LlamaForSequenceClassification(LlamaForCausalLM):
 
     def __init__(self, shape: ModelShape, backend: str = "torch") -> None:
         super().__init__(replace(shape, tie_word_embeddings=True), backend)
-        self.score = embedding(
-            len(shape.labels), shape.hidden_size
-        )  # a matrix of float32 products, which nothing packs
+        # a matrix of float32 products, which nothing packs
+        self.score = embedding(len(shape.labels), shape.hidden_size)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """[num_rows, hidden_size] -> float32 [num_rows, num_labels]."""

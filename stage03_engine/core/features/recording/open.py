@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Collection
 from importlib.metadata import PackageNotFoundError, version
 
+from stage03_engine import __version__
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.features.recording.manifest import event_filter
 from stage03_engine.errors import ConfigError
 from stagetrace import trace
 
-_VERSIONS_OF = ("vllm-in-stages", "torch", "tokenizers", "pyzmq", "msgspec", "fastapi", "uvicorn")
+_VERSIONS_OF = ("torch", "tokenizers", "pyzmq", "msgspec", "fastapi", "uvicorn")
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    found = {"vllm-in-stages": __version__}
     for name in _VERSIONS_OF:
         try:
             found[name] = version(name)

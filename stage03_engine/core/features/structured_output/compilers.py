@@ -92,11 +92,7 @@ class Compilers(Generic[C]):
 
     def _compile(self, compilation: C, number: int) -> bool:
         """False if it is to go on in the slow lane."""
-        from stage03_engine.core.features.structured_output.grammar_checker import (
-            LostError,
-            TakesLonger,
-            too_complex,
-        )
+        from stage03_engine.core.features.structured_output.grammar_checker import LostError, TakesLonger, too_complex
 
         longest = self.limits.grammar_compile_seconds
         seconds = min(QUICK_SECONDS, longest) if number == 0 else longest

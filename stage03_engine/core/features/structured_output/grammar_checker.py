@@ -155,9 +155,8 @@ def main() -> None:
     wake_as_orphan()
     memory_bytes, any_whitespace = json.loads(sys.argv[1])
     os.nice(NICE)
-    backend = Guidance(
-        Vocabulary([bytes([byte]) for byte in range(256)], None), 256
-    )  # the vocabulary does not matter here
+    # the vocabulary does not matter here
+    backend = Guidance(Vocabulary([bytes([byte]) for byte in range(256)], None), 256)
     check(backend, "choice", '["warm"]', any_whitespace)
     for line in sys.stdin.buffer:
         if (copy := os.fork()) == 0:

@@ -10,17 +10,20 @@ from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from stage03_engine import __version__
 from stage03_engine.config import VllmConfig
 from stage03_engine.model_path import weight_files
 
-PACKAGES = ("vllm-in-stages", "torch", "msgspec")
+PACKAGES = ("torch", "msgspec")
 SAMPLES, SAMPLE_BYTES = 16, 4096
 
 
 def must_agree(config: VllmConfig) -> dict[str, str]:
     """Name -> value, as text. Raises ModelNotFoundError and ConfigError for missing weights."""
     model = config.model_config
-    found = {f"the version of {name}": _version(name) for name in PACKAGES}
+    found = {"the version of vllm-in-stages": __version__} | {
+        f"the version of {name}": _version(name) for name in PACKAGES
+    }
     found["load_format"] = "dummy" if model.load_format == "dummy" else "safetensors"
     found |= {f"the model's {name}": str(value) for name, value in asdict(config.shape).items()}
     if found["load_format"] != "dummy":

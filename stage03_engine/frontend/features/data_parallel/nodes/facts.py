@@ -8,10 +8,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import fields
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from stage03_engine import __version__
 from stage03_engine.config import SECTIONS, VllmConfig
 
 EQUAL = (
@@ -25,7 +25,7 @@ _SAMPLE_BYTES = 1 << 16
 
 def facts_of(config: VllmConfig) -> dict[str, str]:
     """Name -> value, as texts. The model's folder may have another place on each machine: its name and its weights count."""
-    found = {"version": _version(), "model": Path(config.model_config.model).name, "weights": _weights(config)}
+    found = {"version": __version__, "model": Path(config.model_config.model).name, "weights": _weights(config)}
     return found | {name: str(value) for name, value in _settings(config) if name in EQUAL}
 
 
@@ -33,13 +33,6 @@ def _settings(config: VllmConfig) -> Iterator[tuple[str, Any]]:
     for section in SECTIONS:
         part = getattr(config, section)
         yield from ((field.name, getattr(part, field.name)) for field in fields(part))
-
-
-def _version() -> str:
-    try:
-        return version("vllm-in-stages")
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def _weights(config: VllmConfig) -> str:
