@@ -9,6 +9,7 @@ from __future__ import annotations
 import array
 import ctypes
 import fcntl
+import importlib
 import io
 import marshal
 import os
@@ -242,7 +243,14 @@ def program(command: list[str], path: list[str]) -> Callable[[], None]:
 
         return run
     if kind == "-c":
-        return lambda: exec(compile(what, "<string>", "exec", dont_inherit=True), vars(main))
+
+        def run_text() -> None:
+            if sys.version_info >= (3, 13):  # Python shows the lines of such a program too
+                lines = what.splitlines(keepends=True)
+                importlib.import_module("linecache").cache["<string>"] = (len(what), None, lines, "<string>")
+            exec(compile(what, "<string>", "exec", dont_inherit=True), vars(main))
+
+        return run_text
     vars(main).update(__file__=what, __cached__=None, __loader__=SourceFileLoader("__main__", what))
     with open(what, "rb") as file:
         code = file.read()

@@ -131,7 +131,8 @@ def install() -> None:
 
 
 def hook() -> None:
-    """Put `fork_exec` where `subprocess.Popen` looks for it."""
+    """Put `fork_exec` where `subprocess.Popen` looks for it, which from Python 3.13 on prefers another call."""
+    subprocess._USE_POSIX_SPAWN = False  # type: ignore[attr-defined]
     subprocess._fork_exec = fork_exec  # type: ignore[attr-defined]
 
 

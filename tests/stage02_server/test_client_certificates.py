@@ -28,7 +28,8 @@ def make_certificate(folder: Path, name: str, authority: str | None = None) -> P
         if authority is None
         else ["-CA", str(folder / f"{authority}.crt"), "-CAkey", str(folder / f"{authority}.key")]
     )
-    extra = ["-addext", "subjectAltName=IP:127.0.0.1"] if authority else []
+    extra = ["-addext", "keyUsage=critical,digitalSignature,keyCertSign"]  # Python 3.13 asks for it
+    extra += ["-addext", "subjectAltName=IP:127.0.0.1"] if authority else []
     openssl("req", "-x509", *new, *signer, *extra, "-keyout", str(key), "-out", str(cert))
     both.write_text(cert.read_text() + key.read_text())
     return both

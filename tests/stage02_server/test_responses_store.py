@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import httpx
 import pytest
 from hypothesis import given, settings, strategies as st
+from patience import wait_until
 from pydantic import BaseModel
 from server_under_test import InProcessServer, RecordingEcho, ServerProcess
 
@@ -40,11 +41,8 @@ def error_of(answer: httpx.Response) -> tuple[int, str, str | None]:
 
 
 def wait_until_done(server: InProcessServer, name: str) -> dict[str, Any]:
-    for _ in range(1000):
-        body = get(server, name).json()
-        if body["status"] not in ("queued", "in_progress"):
-            return body
-    raise AssertionError(body)
+    wait_until(lambda: get(server, name).json()["status"] not in ("queued", "in_progress"), "it goes on and on", 0.001)
+    return get(server, name).json()
 
 
 def numbers(text: str) -> list[int]:
