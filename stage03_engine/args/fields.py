@@ -13,7 +13,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from inspect import get_annotations
@@ -183,8 +183,13 @@ def own_first(section: type) -> list[dataclasses.Field[Any]]:
     return sorted(dataclasses.fields(section), key=lambda field: field.name not in own)
 
 
-def settings_of(section: type) -> list[Setting]:
+_SETTINGS: dict[type, list[Setting]] = {}
+
+
+def settings_of(section: type) -> Sequence[Setting]:
     """The settings of a config dataclass, in order. Fields marked internal are computed, not set."""
+    if section in _SETTINGS:
+        return _SETTINGS[section]
     hints = typing.get_type_hints(section)
     settings = []
     for field in own_first(section):
@@ -198,6 +203,7 @@ def settings_of(section: type) -> list[Setting]:
                 meta.get("aliases", ()), meta.get("at_least"), meta.get("protects", False),
             )
         )  # fmt: skip
+    _SETTINGS[section] = settings
     return settings
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stage04_kernels.backends.native.library import load_library, recorders
+from stage04_kernels.backends.native.library import load_library, recording
 
 Run = Callable[[], Tensor]
 Call = tuple[str, str, tuple[Any, ...]]
@@ -38,18 +38,18 @@ _FIELD = {"p": "pointer", "i": "whole", "l": "whole", "f": "real"}
 
 
 def record(run: Run) -> Run:
-    """Call `run`, and return a function that does the same again on the same memory and returns the same tensor.
+    """Call `run`, and return a function that does what it would do, on the same memory, and returns the same tensor.
 
-    `run` may read tensors that are changed between replays, but not look into them: its Python code runs only once. Raises
-    NotRecordableError.
+    `run` may read tensors that are changed between replays, but not look into them: its Python code runs only once, and what native.cpp
+    would compute is not computed here. Raises NotRecordableError.
     """
     recorder = _Recorder()
-    recorders.append(recorder.called)
+    recording.to = recorder.called
     try:
         with recorder:
             output = run()
     finally:
-        recorders.remove(recorder.called)
+        recording.to = None
     steps, kept = recorder.finished(), recorder.kept
 
     def replay() -> Tensor:
@@ -83,7 +83,7 @@ class _Recorder(TorchDispatchMode):
         return False
 
     def called(self, name: str, letters: str, values: tuple[Any, ...]) -> None:
-        """A function of native.cpp was called."""
+        """A function of native.cpp is called. Only a replay runs it: nobody looks at a recording's numbers."""
         if not hasattr(load_library(), f"recorded_{name}"):
             raise NotRecordableError(f"{name} cannot be recorded")
         self._calls.append((name, letters, values))

@@ -15,6 +15,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -105,8 +106,13 @@ def load_library() -> ctypes.CDLL:
 TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_long, "f": ctypes.c_float}
 
 
-recorders: list[Callable[[str, str, tuple[Any, ...]], None]] = []
-"""Told of each call of a function: its name, the letters of its arguments, the arguments (graph.py)."""
+class _Recording(threading.local):
+    """What this thread calls goes to `to` instead of native.cpp: a function's name, the letters of its arguments, the arguments (graph.py)."""
+
+    to: Callable[[str, str, tuple[Any, ...]], None] | None = None
+
+
+recording = _Recording()
 
 
 @functools.cache
@@ -119,8 +125,9 @@ def function(name: str, arguments: str) -> Callable[..., None]:
     found.argtypes, found.restype = [TYPES[letter] for letter in arguments], None
 
     def call(*values: Any) -> None:
-        found(*values)
-        if recorders:
-            recorders[-1](name, arguments, values)
+        if recording.to is None:
+            found(*values)
+        else:
+            recording.to(name, arguments, values)
 
     return call
