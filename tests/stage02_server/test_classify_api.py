@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 from array import array
@@ -11,11 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from server_under_test import MAX_MODEL_LEN, InProcessServer, RecordingEcho, byte_config
+from server_under_test import MAX_MODEL_LEN, InProcessServer, byte_config
 from small_classifiers import classifier
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -259,30 +257,6 @@ def test_classes_for_each_of_too_many_tokens_are_refused(
     assert three.post("/pooling", {"input": ["abcde", "fghij"]}).status_code == 200
     refused(three, "/pooling", {"input": ["abcde", "fghijk"]}, 400, "input")
     assert three.post("/classify", {"input": ["abcde", "fghijk"]}).status_code == 200
-
-
-@pytest.mark.parametrize(
-    ("path", "prefix", "body"),
-    [
-        ("/classify", "classify-", {"input": ["to be", "or not"]}),
-        ("/pooling", "pool-", {"input": "to be"}),
-        ("/score", "score-", {"text_1": "to be", "text_2": ["or", "not"]}),
-    ],
-)
-def test_what_was_aborted_has_no_class(make_server: Any, path: str, prefix: str, body: dict[str, Any]) -> None:
-    config = echo_config("relevance")
-    server = make_server(RecordingEcho(tick_seconds=30, config=config), config=config, server_dev_mode=True)
-
-    async def both() -> httpx.Response:
-        sent = asyncio.create_task(server.send("POST", path, json=body, headers={"X-Request-Id": "mine"}))
-        while not server.engine.num_unfinished_requests:
-            await asyncio.sleep(0)
-        await server.send("POST", "/abort_requests", json={"request_ids": [prefix + "mine"]})
-        return await sent
-
-    answer = server.run(both())
-    assert (answer.status_code, answer.json()["error"]["type"]) == (503, "ServiceUnavailableError")
-    assert not server.engine.num_unfinished_requests
 
 
 @pytest.mark.parametrize(

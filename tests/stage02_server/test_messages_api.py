@@ -392,11 +392,6 @@ def test_an_aborted_answer_is_an_error(make_server: MakeServer, stream: bool) ->
     assert answer.status_code == (200 if stream else 503) and server.engine.num_unfinished_requests == 0
 
 
-def test_the_id_follows_the_header(server: InProcessServer) -> None:
-    assert server.post(MESSAGES, said("x"), headers={"X-Request-Id": "me"}).json()["id"] == "msg_me"
-    assert ask(server, said("x"))["id"].startswith("msg_")
-
-
 def test_what_changes_nothing_is_accepted(server: InProcessServer) -> None:
     neutral = {
         "metadata": {"user_id": "x"}, "service_tier": "auto", "mcp_servers": [], "temperature": 1.0, "top_p": 1.0, "top_k": 5,

@@ -7,21 +7,20 @@ import json
 import re
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from contextlib import aclosing
-from dataclasses import replace
 from itertools import count
 from typing import Any
 
 import httpx
 import pytest
+from endpoints import ENDPOINTS, ask
 from hypothesis import example, given, settings, strategies as st
-from server_under_test import InProcessServer, RecordingEcho, all_prefixes, byte_config
+from server_under_test import InProcessServer, RecordingEcho
 from small_gpt2 import first_layers
 
 from stage02_server.features.page.openapi import describe
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.engine_core_proc import make_core
-from stage03_engine.core.features.pooling.manifest import PoolingConfig
 from stage03_engine.core.features.scheduler_watch.scheduler_watch import SHOWN
 from stage03_engine.frontend.features.engine_watch import without_ids
 from stage03_engine.frontend.features.in_process.async_inproc_client import AsyncInprocClient
@@ -277,49 +276,23 @@ class SaltsOfEcho(RecordingEcho):
         await super().add_request_async(request)
 
 
-CHAT = {"model": "byte-model", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
-WORK: dict[str, dict[str, Any]] = {
-    COMPLETIONS: {"prompt": "x", "max_tokens": 1, "n": 2, "temperature": 1}, "/v1/chat/completions": CHAT, "/v1/messages": CHAT,
-    RESPONSES: {"input": "x", "max_output_tokens": 1}, "/v1/embeddings": {"input": ["x", "y"]},
-    "/pooling": {"input": "x"}, "/classify": {"input": "x"},
-    **{path: {"text_1": "x", "text_2": "y"} for path in ("/score", "/v1/score")},
-    **{path: {"query": "x", "documents": ["y"]} for path in ("/rerank", "/v1/rerank", "/v2/rerank")},
-}  # fmt: skip
-"""Each route that gives a model work, with a body for it; sound is not among them, as Whisper models cache no prefixes."""
-
-
-def served_configs() -> list[VllmConfig]:
-    """A model that writes, one that makes vectors, and a classifier."""
-    config = byte_config()
-    vectors = replace(config, pooling_config=PoolingConfig(runner_type="pooling"))
-    shape = replace(config.shape, architecture="GPT2ForSequenceClassification", labels=("no", "yes"))
-    classes = PoolingConfig(runner_type="pooling", convert_type="classify")
-    model = replace(config.model_config, shape=shape)
-    return [config, vectors, replace(config, model_config=model, pooling_config=classes)]
-
-
-def test_each_route_salts_what_it_asks_the_engine() -> None:
-    assert WORK.keys() == {path for path in all_prefixes() if "audio" not in path}
-    left = set(WORK)
-    for config in served_configs():
-        echo = SaltsOfEcho(config)
-        server = InProcessServer(echo, config=config, api_key=KEYS, enable_prompt_tokens_details=True)
-        try:
-            for path in sorted(left):
-                salts = []
-                for who in (A, B, A):
-                    answer = server.post(path, WORK[path], headers=who)
-                    salts.append(set(echo.salts))
-                    echo.salts.clear()
-                if answer.status_code == 200:  # else it is a route of another model
-                    left.remove(path)
-                    assert salts[0] == salts[2] != salts[1] and None not in salts[0] | salts[1], path
-                    assert len(salts[0]) == len(salts[1]) == 1, path
-                    details = answer.json()["usage"].get("prompt_tokens_details", {"cached_tokens": 0})
-                    assert details == {"cached_tokens": 0}, path
-        finally:
-            server.close()
-    assert not left
+@pytest.mark.parametrize(
+    "path", [path for path in ENDPOINTS if "audio" not in path]
+)  # Whisper models cache no prefixes
+def test_each_route_salts_what_it_asks_the_engine(make_server: MakeServer, path: str) -> None:
+    config = ENDPOINTS[path].config()
+    echo = SaltsOfEcho(config)
+    server = make_server(echo, config=config, api_key=KEYS, enable_prompt_tokens_details=True)
+    salts = []
+    for who in (A, B, A):
+        answer = ask(server, path, who)
+        assert answer.status_code == 200, answer.text
+        salts.append(set(echo.salts))
+        echo.salts.clear()
+    assert salts[0] == salts[2] != salts[1] and None not in salts[0] | salts[1]
+    assert len(salts[0]) == len(salts[1]) == 1
+    details = answer.json()["usage"].get("prompt_tokens_details", {"cached_tokens": 0})
+    assert details == {"cached_tokens": 0}
 
 
 def read_events(world: World, meanwhile: Callable[[], Coroutine[Any, Any, None]]) -> tuple[str, list[dict[str, Any]]]:

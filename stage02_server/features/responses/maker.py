@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from stage02_server.errors import as_api_error
+from stage02_server.errors import as_api_error, unavailable
 from stage02_server.features.logprobs.answer import ChatLogprobsWriter
 from stage02_server.features.logprobs.fields import ChatLogProb
 from stage02_server.features.responses.encoded import EncodedResponse, encoded_items, object_of, to_bytes
@@ -158,7 +158,7 @@ class ResponseMaker:
     def end(self) -> Iterator[bytes]:
         """Everything after the last text. An empty answer becomes an empty message."""
         if self._finish_reason == "abort":
-            yield self.fail(RuntimeError("The request was aborted."))
+            yield self.fail(unavailable("The request was aborted."))
             return
         complete = self._finish_reason != "length"
         if not self._output.items:
