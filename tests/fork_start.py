@@ -36,7 +36,7 @@ PADDING = 1024
 LINK = 900
 """The lowest number for the descriptor of the way to a fork server: the numbers below stay as they are without one."""
 PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37  # of prctl(2)
-MODULES = ("stage01_cli", "stage02_server", "stage03_engine", "stage04_kernels")
+MODULES = ("stage01_cli", "stage02_server", "stage03_engine", "stage04_kernels", "ipykernel_launcher")
 LEAVES = ("stage03_engine.core.features.distributed.worker_process",)
 """Modules that start no process of Python's."""
 BOUNDED = (
