@@ -16,6 +16,9 @@ from stage03_engine.sampling_params import SamplingParams
 ROOT = Path(__file__).parent.parent.parent
 LAZY = re.compile(r"stage0[1-4]_\w+(\.\w+)+:\w+")
 
+ENDS_AS_ONE = re.compile(r":\w+[\"']")
+"""What stands in every file with such a name: the others need not be parsed."""
+
 
 def texts(tree: ast.Module) -> Iterator[str]:
     """The texts of a module, those that are put together from a constant and a text (`_FEATURES + "x.flags:X"`) as one."""
@@ -37,7 +40,9 @@ def lazy_names() -> list[str]:
     """Every `module:attribute` that a stage writes down, or a manifest."""
     found = set()
     for path in ROOT.glob("stage0?_*/**/*.py"):
-        found |= {text for text in texts(ast.parse(path.read_text(encoding="utf-8"))) if LAZY.fullmatch(text)}
+        code = path.read_text(encoding="utf-8")
+        if ENDS_AS_ONE.search(code):
+            found |= {text for text in texts(ast.parse(code)) if LAZY.fullmatch(text)}
     return sorted(found | {part.name for feature in features() for part in feature.parts})
 
 
