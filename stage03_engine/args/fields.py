@@ -20,6 +20,7 @@ from inspect import get_annotations
 from typing import Any
 
 from stage03_engine.errors import ConfigError
+from stage03_engine.plugins import find
 
 _NUMBER = re.compile(r"([+-]?\d+(?:\.\d+)?)([kmgtKMGT]?)", re.ASCII)
 _SUFFIXES = {"": 1} | {letter: 1000**power for power, letter in enumerate("kmgt", start=1)}
@@ -141,6 +142,8 @@ class Setting:
 
     def parse(self, text: str) -> Any:
         """The value that `text` stands for. Raises ValueError that says what is wrong with it."""
+        if vllms := find("engine", "vllms_words"):
+            text = vllms(self.name, text)
         if self.optional and text.strip().lower() == "none":
             return None
         return self._checked(parser_of(self.kind)(text))
@@ -149,8 +152,8 @@ class Setting:
         """A value that already has a type: from YAML, or a keyword argument. Raises ValueError as `parse` does."""
         if isinstance(value, os.PathLike):
             value = os.fspath(value)
-        if isinstance(value, str):
-            return self.parse(value)
+        if isinstance(value, str) or (self.kind is int and value == -1):
+            return self.parse(str(value))
         if value is None and self.optional:
             return None
         if self.kind is tuple and isinstance(value, list):

@@ -20,7 +20,7 @@ BENCH_SERVE = (["bench", "serve"],)
 CASES = [
     (ENGINE, "--trust-remote-code", True), (ENGINE, "--no-trust-remote-code", True), (ENGINE, "--enable-sleep-mode", False),
     (ENGINE, "--disable-sleep-mode", True), (ENGINE, "--max-loras 1", True), (ENGINE, "--max_loras=1.0", True),
-    (ENGINE, "--max-loras 2", False), (ENGINE, "--kv-cache-dtype auto", True),
+    (ENGINE, "--max-loras 2", True), (ENGINE, "--lora-dtype half", False), (ENGINE, "--kv-cache-dtype auto", True),
     (ENGINE, "--kv-cache-dtype fp8", False), (BENCH_SERVE, "--trust-remote-code", True),
     (BENCH_SERVE, "--lora-modules a=b", False), (BENCH_SERVE, "--hf-split train", False),
 ]  # fmt: skip
@@ -57,10 +57,16 @@ REASONS = {
 
 
 @pytest.mark.parametrize(("words", "reason"), REASONS.items())
-def test_the_reason_is_about_the_flag(words: str, reason: str) -> None:
-    with pytest.raises(ConfigError, match="is not supported") as refused:
+def test_the_reason_is_about_the_flag(words: str, reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
         make_parser("serve").parse_args(["serve", *words.split()])
-    assert reason in str(refused.value).partition(": ")[2]
+    except ConfigError as error:
+        said = str(error)
+        assert "is not supported" in said
+    else:
+        said = capsys.readouterr().err.removeprefix("stages: warning: ")
+        assert "is ignored" in said and said.count("\n") == 1
+    assert reason in said.partition(": ")[2]
 
 
 def test_a_hint_names_no_flag_that_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,9 +153,14 @@ def test_keys_of_a_config_file(tmp_path: Path, capsys: pytest.CaptureFixture[str
         "revision:",
         "enable-sleep-mode: false",
         "grpc: false",
+        "disable-log-requests: true",
+        "download-dir: /models",
+        "max-model-len: -1",
+        "attention-backend: FLASH_ATTN",
+        "cudagraph-capture-sizes: [1, 2, 4]",
     )
     refused = {
-        "max-loras: 2": "--max-loras is not supported (only 1 is): adapters are loaded at start",
+        "lora-dtype: half": "--lora-dtype is not supported (only auto is): adapters are loaded at start",
         "lora-target-modules: [a]": "--lora-target-modules is not supported: adapters are whole on one worker",
         "enable-sleep-mode: maybe": "--enable-sleep-mode is not supported: ",
         "max-lora: 1": "unknown key 'max-lora'; did you mean",

@@ -20,9 +20,12 @@ def read_config_file(path: str, settings: Sequence[Setting], refused_tables: Seq
     A key may be a flag of `refused_tables` at a value that asks for nothing.
     """
     known = {setting.name for setting in settings}
+    switches = {setting.name for setting in settings if setting.kind is bool}
     values: dict[str, Any] = {}
     for key, value in _mapping(path).items():
         name = str(key).replace("-", "_")
+        if name not in known and isinstance(value, bool) and (other := _opposite(name)) in switches:
+            name, value = other, not value
         if name in values:
             raise ConfigError(f"config file {path}: {name} is given twice")
         if name in known:
@@ -31,6 +34,14 @@ def read_config_file(path: str, settings: Sequence[Setting], refused_tables: Seq
             refuse_absent("--" + name.replace("_", "-"))
             raise ConfigError(f"config file {path}: unknown key {key!r}{did_you_mean(name, known)}")
     return values
+
+
+def _opposite(name: str) -> str:
+    """`disable_x` for `enable_x` and the other way round, `x` for `no_x`: a key may be what a flag may be."""
+    for word, other in (("enable_", "disable_"), ("disable_", "enable_"), ("no_", "")):
+        if name.startswith(word):
+            return other + name.removeprefix(word)
+    return ""
 
 
 def _mapping(path: str) -> dict[object, Any]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from stage03_engine.plugins import Feature, Part
 
 EPILOG = (
-    "vLLM's other flags are known: what is not built is accepted at the value that asks for nothing, and refused with "
-    "the reason at any other."
+    "vLLM's other flags are known: what is not built is accepted at the value that asks for nothing; at any other it is ignored "
+    "with a warning where it would change no token, and else refused with the reason."
 )
 FEATURE = Feature(
     name="refused_flags",
@@ -16,6 +16,7 @@ FEATURE = Feature(
         Part("engine", ".refused:add_tables", key="refused_flags"),
         Part("engine", ".refused:accepts_key", key="refused_keys"),
         Part("engine", ".refused:check_fields", key="refused_fields"),
+        Part("engine", ".refused:other_word", key="vllms_words"),
         Part("engine", ".manifest:EPILOG", key="epilog"),
     ),
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
@@ -17,7 +18,7 @@ from typing import Any
 
 from stage03_engine.errors import ConfigError, InvalidRequestError
 
-_WORD = re.compile(r"(\+?)((?:-{1,2}[\w-]+,)*--[\w-]+)(\*|=(.*))?")
+_WORD = re.compile(r"([+~]?)((?:-{1,2}[\w-]+,)*--[\w-]+)(\*|=(.*))?")
 
 
 @cache
@@ -35,6 +36,12 @@ def refused(*names: str) -> dict[str, str]:
     return joined
 
 
+def other_word(setting: str, value: str) -> str:
+    """vLLM's word for a value of one of our settings in ours."""
+    ours: str = refused_toml()["words"].get(setting, {}).get(value, value)
+    return ours
+
+
 def check_fields(fields: Mapping[str, object], table: str) -> set[str]:
     """The fields of a request that are in `table`. Raises InvalidRequestError for one of these that asks for something."""
     known = refused_toml()["fields"][table]
@@ -48,29 +55,44 @@ class _Refused(argparse.Action):
     """Raises ConfigError for any value but the harmless one. Leaves no trace in the namespace."""
 
     def __init__(
-        self, option_strings: Sequence[str], dest: str, reason: str, harmless: Mapping[str, bool] | str
+        self, option_strings: Sequence[str], dest: str, reason: str, harmless: Mapping[str, bool] | str, ignored: bool
     ) -> None:
-        nargs = None if isinstance(harmless, str) else 0
+        nargs = {"[]": "*"}.get(harmless) if isinstance(harmless, str) else 0
         super().__init__(option_strings, dest, nargs, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-        self.refusal, self._harmless = reason, harmless
+        self.refusal, self._harmless, self._ignored = reason, harmless, ignored
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         flag = option_string or ""
+        values = json.dumps(values) if isinstance(values, list) and self._harmless == "[]" else values
         accepted = _same(values, self._harmless) if isinstance(self._harmless, str) else self._harmless[flag]
         if not accepted:
-            raise ConfigError(_refusal(flag, self._harmless, self.refusal))
+            _refuse(flag, self._harmless, self.refusal, self._ignored)
 
 
-def _refusal(flag: str, harmless: Mapping[str, bool] | str, reason: str) -> str:
-    but = f" (only {harmless} is)" if harmless and isinstance(harmless, str) else ""
-    return f"{flag} is not supported{but}: {reason}"
+def _refuse(flag: str, harmless: Mapping[str, bool] | str, reason: str, ignored: bool) -> None:
+    """Raises ConfigError, or says that the flag does nothing."""
+    if ignored:
+        print(f"stages: warning: {flag} is ignored: {reason}", file=sys.stderr)
+        return
+    values = [value for value in harmless.split("|") if value] if isinstance(harmless, str) else []
+    but = f" (only {' or '.join(values)} is)" if values else ""
+    raise ConfigError(f"{flag} is not supported{but}: {reason}")
 
 
 def _same(value: str, harmless: str) -> bool:
+    """Is it one of the harmless values? Numbers and JSON count as what they say."""
+    return any(_meaning(value) == _meaning(each) for each in harmless.split("|"))
+
+
+def _meaning(text: str) -> object:
     try:
-        return float(value) == float(harmless)
+        return float(text)
     except ValueError:
-        return value.strip().lower() == harmless.lower()
+        pass
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text.strip().lower()
 
 
 def _opposite(flag: str) -> str:
@@ -81,17 +103,18 @@ def _opposite(flag: str) -> str:
     return "--no-" + flag.removeprefix("--")
 
 
-def _read(table: Mapping[str, str]) -> Iterator[tuple[list[str], Mapping[str, bool] | str, str]]:
-    """(all names of a flag, the value that is harmless or which of the names are, the reason)"""
+def _read(table: Mapping[str, str]) -> Iterator[tuple[list[str], Mapping[str, bool] | str, str, bool]]:
+    """(all names of a flag, the value that is harmless or which of the names are, the reason, is it ignored at any other value?)"""
     for reason, words in table.items():
         for word in words.split():
-            on, names, kind, value = _WORD.fullmatch(word).groups()  # type: ignore[union-attr]
+            mark, names, kind, value = _WORD.fullmatch(word).groups()  # type: ignore[union-attr]
             flags = names.split(",")
             harmless: Mapping[str, bool] | str = value
             if value is None:
+                on = mark == "+"
                 switched = dict.fromkeys(flags, bool(on or kind)) | {_opposite(flags[-1]): not on or bool(kind)}
                 harmless, flags = switched, list(switched)
-            yield flags, harmless, reason
+            yield flags, harmless, reason, mark == "~"
 
 
 def add_tables(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
@@ -101,8 +124,10 @@ def add_tables(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
 
 def add_refused(parser: argparse.ArgumentParser, table: Mapping[str, str]) -> None:
     """Make the flags of a table known to `parser`, without showing them in its `--help`."""
-    for flags, harmless, reason in _read(table):
-        parser.add_argument(*flags, action=_Refused, reason=reason, harmless=harmless, dest=argparse.SUPPRESS)
+    for flags, harmless, reason, ignored in _read(table):
+        parser.add_argument(
+            *flags, action=_Refused, reason=reason, harmless=harmless, ignored=ignored, dest=argparse.SUPPRESS
+        )
 
 
 def accepts_key(names: Sequence[str], name: str, value: object) -> bool:
@@ -116,7 +141,7 @@ def accepts_key_of(table: Mapping[str, str], name: str, value: object) -> bool:
     Raises ConfigError when the value asks for something.
     """
     flag = "--" + name.replace("_", "-")
-    for flags, harmless, reason in _read(table):
+    for flags, harmless, reason, ignored in _read(table):
         if flag not in flags:
             continue
         if isinstance(harmless, str):
@@ -125,6 +150,6 @@ def accepts_key_of(table: Mapping[str, str], name: str, value: object) -> bool:
             off = not harmless[flag] or all(harmless.values())
             accepted = value is None or (off if value is False else value is True and harmless[flag])
         if not accepted:
-            raise ConfigError(_refusal(flag, harmless, reason))
+            _refuse(flag, harmless, reason, ignored)
         return True
     return False
