@@ -168,6 +168,7 @@ class ChatTemplateFields(*loaded("request", "ChatTemplateFields"), RequestModel)
 class ChatCompletionRequest(*loaded("request", "ChatCompletionRequest"), ChatTemplateFields, SamplingRequest):  # type: ignore[misc]
     """POST /v1/chat/completions."""
 
+    refused: ClassVar[str] = "request+chat"
     messages: ListOf[ChatMessageParam] = Field(description="The oldest message first.")
     max_tokens: Int64 | None = Field(default=None, description="Maximum number of tokens of an answer.")
     max_completion_tokens: Int64 | None = Field(default=None, description="OpenAI's newer name of max_tokens.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from server_under_test import InProcessServer
 
 from stage03_engine.args.unknown import check_unknown_fields
 from stage03_engine.errors import InvalidRequestError
@@ -15,6 +16,10 @@ from stage03_engine.errors import InvalidRequestError
     [
         ("request", {"suffix": "x"}, "suffix is not supported by this server; leave it out."),
         ("request", {"suffix": "", "audio": None, "tools": [], "nobody_knows_it": 1}, None),
+        ("request", {"verbosity": "high", "modalities": ["audio"], "functions": [{}], "function_call": "auto"}, None),
+        ("request", {"function_call": {"name": "f"}}, "function_call is not supported by this server; leave it out."),
+        ("request+chat", {"suffix": "x", "web_search_options": {}}, None),
+        ("request+chat", {"prompt_embeds": "x"}, "prompt_embeds is not supported by this server; leave it out."),
         ("messages", {"mcp_servers": [{}]}, "mcp_servers is not supported by this server; leave it out."),
         ("messages", {"mcp_servers": [], "best_of": 2, "context_management": {"edits": []}}, None),
         ("pooling", {"endianness": "big"}, "endianness is not supported by this server; leave it out."),
@@ -39,3 +44,16 @@ def test_a_house_with_a_room_less_refuses_what_it_does_not_know(table: str, monk
         InvalidRequestError, match=r"^best_of is unknown here, where gone is not installed; leave it out\.$"
     ):
         check_unknown_fields({"best_of": 2}, table)
+
+
+def test_what_vllm_ignores_is_told_to_the_log_once(
+    server: InProcessServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stage03_engine.args.features.refused_flags.refused._told", set())
+    ignored = {"verbosity": "high", "suffix": "x", "audio": {"voice": "alloy"}, "modalities": ["text", "audio"]}
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    plain = server.post("/v1/chat/completions", body).json()["choices"]
+    for _ in range(2):
+        answer = server.post("/v1/chat/completions", body | ignored)
+        assert answer.status_code == 200 and answer.json()["choices"] == plain
+    assert sorted(caplog.messages) == [f"The request field {name} does nothing here." for name in sorted(ignored)]

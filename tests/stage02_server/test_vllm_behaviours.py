@@ -250,8 +250,6 @@ ERRORS: list[tuple[str, dict[str, Any], int, str, str]] = [
     ("a suffix", {"suffix": "end"}, 400, "BadRequestError", "suffix"),
     ("what images would need", {"mm_processor_kwargs": {"num_crops": 4}}, 400, "BadRequestError", "mm_processor_kwargs"),
     ("routed experts", {"routed_experts_prompt_start": 1}, 400, "BadRequestError", "routed_experts_prompt_start"),
-    ("a search of the web", {"web_search_options": {}}, 400, "BadRequestError", "web_search_options"),
-    ("another verbosity", {"verbosity": "low"}, 400, "BadRequestError", "verbosity"),
     ("stream_options without a stream", {"stream_options": {"include_usage": False}}, 400, "BadRequestError", "stream_options"),
     ("and of any other name", {"stream_options": {"other": 1}}, 400, "BadRequestError", "stream_options"),
     ("a stop token out of the vocabulary", {"stop_token_ids": [A, EOS + 1]}, 400, "BadRequestError", "stop_token_ids"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import re
 import sys
 import tomllib
@@ -19,6 +20,11 @@ from typing import Any
 from stage03_engine.errors import ConfigError, InvalidRequestError
 
 _WORD = re.compile(r"([+~]?)((?:-{1,2}[\w-]+,)*--[\w-]+)(\*|=(.*))?")
+
+
+ANY = "*"
+_told: set[str] = set()
+logger = logging.getLogger(__name__)
 
 
 @cache
@@ -43,10 +49,17 @@ def other_word(setting: str, value: str) -> str:
 
 
 def check_fields(fields: Mapping[str, object], table: str) -> set[str]:
-    """The fields of a request that are in `table`. Raises InvalidRequestError for one of these that asks for something."""
-    known = refused_toml()["fields"][table]
+    """The fields of a request that are in `table`, or in one of `a+b`. Raises InvalidRequestError for one of these that asks for something
+    that would change the answer; one that is ignored at any value is told to the log, once."""
+    known = {name: values for each in table.split("+") for name, values in refused_toml()["fields"][each].items()}
     for name, value in fields.items():
-        if name in known and value is not None and value not in known[name]:
+        if name not in known or value is None or value in known[name]:
+            continue
+        if ANY in known[name]:
+            if name not in _told:
+                _told.add(name)
+                logger.warning("The request field %s does nothing here.", name)
+        else:
             raise InvalidRequestError(f"{name} is not supported by this server; leave it out.", name)
     return set(known)
 
