@@ -211,6 +211,10 @@ def _check_workers(config: Any, parallel: ParallelConfig) -> None:
         raise ConfigError(
             "a Whisper model runs in the engine process: leave out distributed_executor_backend, tensor_parallel_size and pipeline_parallel_size"
         )
+    if parallel.executor == "ray" and not is_there("ray"):
+        raise ConfigError(
+            "distributed_executor_backend ray needs Ray, which is not installed: pip install --editable '.[ray]' adds it; mp works without it"
+        )
     if (
         parallel.executor != "external_launcher"
         and getattr(config.observability_config, "profiler_dir", None) is not None

@@ -49,19 +49,6 @@ KNOCK_SECONDS = 5.0
 Answer = tuple[bytes, bytes, bytes]  # kind, payload, cause
 
 
-def import_ray() -> Any:
-    """The module `ray`. Raises ConfigError if it is not installed."""
-    try:
-        import ray
-    except ModuleNotFoundError as error:
-        if error.name != "ray":
-            raise
-        raise ConfigError(
-            "distributed_executor_backend ray needs Ray, which is not installed: pip install --editable '.[ray]' adds it; mp works without it"
-        ) from None
-    return ray
-
-
 class RayWorker:
     """What runs in an actor. No method raises: errors are messages."""
 
@@ -124,8 +111,10 @@ class RayDistributedExecutor(SeveralWorkers):
     """Actors in a placement group."""
 
     def __init__(self, config: VllmConfig) -> None:
+        import ray
+
         self.config = config
-        self._ray = ray = import_ray()
+        self._ray = ray
         every = all_ranks(config)
         self.lanes = [lane_of(each) for each in every]
         self._output_rank = next(each.rank for each in every if each.is_last_stage)

@@ -12,10 +12,11 @@ def _gpt2(num_layers: int, num_heads: int, hidden_size: int) -> ModelShape:
     )  # fmt: skip
 
 
-KNOWN_SHAPES = {
+_GPT2 = {
     "gpt2": _gpt2(12, 12, 768),
     "gpt2-medium": _gpt2(24, 16, 1024),
     "gpt2-large": _gpt2(36, 20, 1280),
     "gpt2-xl": _gpt2(48, 25, 1600),
 }
+KNOWN_SHAPES = _GPT2 | {f"openai-community/{name}": shape for name, shape in _GPT2.items()}
 """Shapes that `--load-format dummy` knows without files: table 2 of the GPT-2 paper (Radford et al. 2019)."""
