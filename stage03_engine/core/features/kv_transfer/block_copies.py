@@ -64,8 +64,9 @@ class BlockCopiesHook(RunnerHook):
             WRITTEN.put(output.extras, Written([self._writing.pop(writing) for writing in done]))
 
     def _write(self, block: int, block_hash: bytes) -> None:
-        """In the thread. A block that cannot be written is not there later, and nothing else is wrong."""
-        if self._store.has(block_hash):
+        """In the thread. A block that cannot be written is not there later, and nothing else is wrong. One that is there was computed all the
+        same: because an earlier one is missing, or because its file is damaged and must be written again."""
+        if self._store.read(block_hash) is not None:
             return
         layers = torch.stack([cache[:, block] for cache in self.runner.kv_caches]).cpu()
         try:

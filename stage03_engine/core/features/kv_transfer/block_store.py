@@ -96,10 +96,6 @@ class BlockStore:
     def _file(self, block_hash: bytes) -> Path:
         return self.folder / (block_hash.hex() + WHOLE)
 
-    def has(self, block_hash: bytes) -> bool:
-        """Is there such a file, whole or not?"""
-        return os.path.exists(self._file(block_hash))
-
     def read(self, block_hash: bytes) -> bytes | None:
         """A block's keys and values; None if it is not there, or not what was written."""
         file = self._file(block_hash)
