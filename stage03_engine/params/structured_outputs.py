@@ -14,12 +14,15 @@ import msgspec
 from stage03_engine.errors import InvalidRequestError
 
 MAX_GRAMMAR_CHARACTERS = 65_536
+COMPACT = "compact "
+"""Before a kind in `key`: JSON without white space that only fills."""
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 
 class StructuredOutputsParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """The output matches exactly one of: a JSON schema, a regular expression (whole output, "." is any character), one of
-    several texts, a grammar in GBNF notation with the rule `root`, any JSON object.
+    several texts, a grammar in GBNF notation with the rule `root`, any JSON object. JSON may have white space between its parts,
+    unless `disable_any_whitespace` here or in the server's settings forbids what only fills.
 
     `json` may be given as text or as a Python value and is kept as text. `source` is the request's field for it, which
     messages name. Raises InvalidRequestError.
@@ -30,6 +33,7 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, omit_defaults=True, k
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    disable_any_whitespace: bool = False
     source: str = "structured_outputs"
     checked: bool = False  # set below, and sent along: the engine process need not check what the front end has checked
 
@@ -94,10 +98,13 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, omit_defaults=True, k
         """(kind, text): equal for requests that can share a compiled grammar."""
         if self.choice is not None:
             return "choice", json.dumps(self.choice, ensure_ascii=False)
-        for kind in ("json", "regex", "grammar"):
+        compact = COMPACT * self.disable_any_whitespace
+        if self.json is not None:
+            return compact + "json", str(self.json)
+        for kind in ("regex", "grammar"):
             if (text := getattr(self, kind)) is not None:
                 return kind, text
-        return "json_object", ""
+        return compact + "json_object", ""
 
 
 def _is_longer(value: Any, most: int) -> bool:

@@ -262,6 +262,29 @@ def test_a_forced_tool_whose_parameters_no_grammar_can_follow_is_a_400(server: S
     assert response.json()["error"]["param"] == "tools"
 
 
+@pytest.mark.parametrize("beside", [{}, {"response_format": BY_SCHEMA}, {"guided_regex": "a"}])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_forced_call_is_written_by_a_small_model_too(
+    server: ServerProcess, beside: dict[str, Any], seed: int
+) -> None:
+    """It wins over a format beside it, and its grammar has no white space that only fills: gpt2-tiny would write nothing else."""
+    parameters = {"type": "object", "properties": {"at": {"enum": ["sun", "moon"]}}, "required": ["at"]}
+    tool = {"type": "function", "function": {"name": "look", "parameters": parameters}}
+    body = {
+        "messages": [{"role": "user", "content": "Look!"}],
+        "tools": [tool],
+        "tool_choice": "required",
+        "seed": seed,
+        "parallel_tool_calls": False,  # else it may go on and on
+    }
+    response = httpx.post(f"{server.url}/v1/chat/completions", json=body | beside | {"max_tokens": 200})
+    assert response.status_code == 200, response.text
+    [choice] = response.json()["choices"]
+    calls = choice["message"]["tool_calls"]
+    assert calls and choice["finish_reason"] in ("tool_calls", "stop"), choice
+    assert all(json.loads(call["function"]["arguments"])["at"] in ("sun", "moon") for call in calls)
+
+
 def test_openai_client_gets_an_object_of_the_schema(server: ServerProcess) -> None:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         ask: Any = {

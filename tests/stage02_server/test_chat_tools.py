@@ -186,13 +186,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, BAD_REQUEST, "tool_choice"),
     ({"tool_choice": "required"}, BAD_REQUEST, "tool_choice"),
     ({"tools": [], "tool_choice": NAMED}, BAD_REQUEST, "tool_choice"),
-    ({"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}, BAD_REQUEST, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": "required", "use_beam_search": True, "stream": False}, BAD_REQUEST, "tool_choice"),
     ({"tools": [{"function": {"name": "x", "parameters": {"$defs": 3}}}], "tool_choice": "required"}, BAD_REQUEST, "tools"),
     ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, BAD_FORM, "body.messages"),
     ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}, BAD_REQUEST, "messages"),
     ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 9999}}]}]}, BAD_REQUEST, "messages"),
-    ({"functions": [{"name": "f"}]}, BAD_REQUEST, "functions"),
 ]  # fmt: skip
 
 

@@ -294,7 +294,6 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, BAD_REQUEST, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "mcp"}]}}, BAD_REQUEST, "tool_choice"),
     ({"tool_choice": "required"}, BAD_REQUEST, "tool_choice"),
-    ({"tools": TOOLS, "tool_choice": "required", "text": {"format": {"type": "json_object"}}}, BAD_REQUEST, "tool_choice"),
     ({"max_tool_calls": 0}, BAD_FORM, "body.max_tool_calls"),
     ({"reasoning": {"effort": "huge"}}, BAD_FORM, "body.reasoning"),
     ({"reasoning": {"summary": "detailed"}}, BAD_REQUEST, "reasoning.summary"),

@@ -234,3 +234,17 @@ def test_the_second_request_finds_its_grammar_compiled(tmp_path: Path) -> None:
     assert [e.args["cached"] for e in run.named("grammar.compiled")] == [False, False, True]
     assert run.named("grammar.compiled")[2].args["seconds"] == 0.0
     assert run.named("grammar.refused")[0].args["message"].endswith("cannot be used as a grammar")  # nothing is quoted
+
+
+@pytest.mark.parametrize(
+    "wanted", [{"json": {"type": "array", "items": {"type": "integer"}, "minItems": 2}}, {"json_object": True}]
+)
+def test_a_request_can_do_without_white_space_that_only_fills(wanted: dict[str, Any]) -> None:
+    """Beside one for the same schema that may have it: they share no grammar."""
+    with LLM("gpt2-tiny", **SMALL) as llm:
+        compact = Wanted(**wanted, disable_any_whitespace=True)
+        both = [params(each, seed) for seed in range(6) for each in (Wanted(**wanted), compact)]
+        texts = [output.outputs[0].text for output in llm.generate([PROMPT] * len(both), both)]
+    loose = re.compile(r"[\[{]\s|\s[\]}]|\s\s|\n\s*[\[{\"]|^\s")
+    assert not [text for text in texts[1::2] if loose.search(text)]
+    assert [text for text in texts[0::2] if loose.search(text)], "none is filled anyway: this shows nothing"

@@ -56,7 +56,7 @@ def _response_format(value: dict[str, Any]) -> dict[str, Any] | None:
 def _structured_outputs(value: dict[str, Any]) -> dict[str, Any]:
     given = {name: item for name, item in value.items() if item not in (None, False) or (name, item) == ("json", False)}
     for name in given:
-        if name not in KINDS:
+        if name not in (*KINDS, "disable_any_whitespace"):
             raise InvalidRequestError(
                 f"structured_outputs: {name} is not supported; there are {', '.join(KINDS)}.", "structured_outputs"
             )

@@ -16,18 +16,15 @@ _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}}
 
 
 def force_tool(params: dict[str, Any], tools: list[ToolParam], choice: ToolChoice | None, parallel: bool) -> None:
-    """With tool_choice "required" or a name: the answer must match the tools' schemas. `params` are the arguments of
-    SamplingParams. Raises InvalidRequestError for a choice that the tools do not offer, or that something else in the request
-    contradicts."""
+    """With tool_choice "required" or a name: the answer must match the tools' schemas, whatever format the request asks for besides, and has
+    no white space that only fills: a small model might write nothing else. `params` are the arguments of SamplingParams. Raises
+    InvalidRequestError for a choice that the tools do not offer."""
     if choice in (None, "none", "auto"):
         return
     if not tools:
         raise InvalidRequestError("tool_choice needs tools.", "tool_choice")
-    if (structured := params.get("structured_outputs")) is not None:
-        source = structured.source
-        raise InvalidRequestError(f"Give only one of {source} and a tool_choice that forces a call.", "tool_choice")
     schema = _named(tools, choice.function.name) if isinstance(choice, NamedToolChoice) else _any_of(tools, parallel)
-    params["structured_outputs"] = StructuredOutputsParams(json=schema, source="tools")
+    params["structured_outputs"] = StructuredOutputsParams(json=schema, disable_any_whitespace=True, source="tools")
 
 
 def _named(tools: list[ToolParam], name: str) -> dict[str, Any]:

@@ -8,6 +8,8 @@ import json
 import re
 from typing import Any
 
+from stage03_engine.params.structured_outputs import COMPACT
+
 MAX_WHITESPACE = 16  # in a row, between two parts of a JSON text: a small model might otherwise never get further
 
 # Any way to split a text into tokens is allowed. Forcing the usual one would tokenize the rest of a long literal at each step.
@@ -19,6 +21,7 @@ _SINGLE = ("items", "additionalProperties")
 
 def to_lark(kind: str, text: str, any_whitespace: bool = True) -> str:
     """The grammar for `StructuredOutputsParams.key`. Raises ValueError with what is wrong; much is found by the compiler only."""
+    any_whitespace, kind = any_whitespace and not kind.startswith(COMPACT), kind.removeprefix(COMPACT)
     if kind == "json":
         return _HEADER + "start: %json " + _json_schema(json.loads(text), any_whitespace)
     if kind == "json_object":
