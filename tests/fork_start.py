@@ -50,6 +50,7 @@ MAX_MESSAGE = 1 << 20
 AS_A_USER = {
     "test_serve.py": "memory and loaded libraries of the API process, signals at its start, the commands of the README",
     "test_server_process.py": "memory of the API process, and signals to it",
+    "test_long_answers.py": "memory of the API process",
     "test_readme.py": "the commands of every README",
     "test_cli_main.py": "what each command imports, and how it ends at its start",
     "test_house.py": "what each process imports",
