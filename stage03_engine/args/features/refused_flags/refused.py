@@ -42,12 +42,6 @@ def refused(*names: str) -> dict[str, str]:
     return joined
 
 
-def other_word(setting: str, value: str) -> str:
-    """vLLM's word for a value of one of our settings in ours."""
-    ours: str = refused_toml()["words"].get(setting, {}).get(value, value)
-    return ours
-
-
 def check_fields(fields: Mapping[str, object], table: str) -> set[str]:
     """The fields of a request that are in `table`, or in one of `a+b`. Raises InvalidRequestError for one of these that asks for something
     that would change the answer; one that is ignored at any value is told to the log, once."""
