@@ -93,11 +93,7 @@ def _same(value: str, harmless: str) -> bool:
 
 def _meaning(text: str) -> object:
     try:
-        return float(text)
-    except ValueError:
-        pass
-    try:
-        return json.loads(text)
+        return json.loads(text) if text.startswith("{") else float(text)
     except (ValueError, RecursionError):
         return text.strip().lower()
 
