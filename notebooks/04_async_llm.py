@@ -151,9 +151,8 @@ lab.source(AsyncLLM._process)
 async def ask(number, prompt, length=12, pause=0.0):
     """All the pieces of one answer, as (seconds, text, tokens in it)."""
     params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
-    request = engine.input_processor.process_inputs(f"r{number}", prompt, params)
     pieces = []
-    async for output in engine.generate(request, prompt):
+    async for output in engine.generate(prompt, params, f"r{number}"):
         pieces.append((time.perf_counter(), output.outputs[0].text, len(output.outputs[0].token_ids)))
         if pause:
             await asyncio.sleep(pause)

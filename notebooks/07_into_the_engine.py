@@ -149,7 +149,7 @@ except msgspec.MsgspecError as error:
 # process that made this one happen.
 
 # %%
-pieces = [output.outputs[0].text async for output in engine.generate(request, text)]
+pieces = [output.outputs[0].text async for output in engine.generate(text, greedy, request.request_id)]
 print("pieces:", pieces)
 
 # %% [markdown] tags=["predict"]
@@ -161,8 +161,7 @@ lab.predict(way_in_us=None, way_out_us=None)  # microseconds, at the median
 
 # %%
 for number in range(40):
-    again = engine.input_processor.process_inputs(f"m{number}", text, greedy)
-    async for _ in engine.generate(again, text):
+    async for _ in engine.generate(text, greedy, f"m{number}"):
         pass
 
 # %% [markdown]
@@ -177,7 +176,7 @@ async def read(name, pause):
     """(outputs, text) of a request whose reader takes a pause after each output."""
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
     count, written = 0, ""
-    async for output in engine.generate(engine.input_processor.process_inputs(name, "ROMEO:", params)):
+    async for output in engine.generate("ROMEO:", params, name):
         count, written = count + 1, written + output.outputs[0].text
         await asyncio.sleep(pause)
     return count, written

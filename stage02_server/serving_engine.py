@@ -51,6 +51,7 @@ class EngineRequests:
     hooks: list[AnswerHook] = field(default_factory=list)
     ends_with_usage: bool = False  # a stream
     num_tokens: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))  # answer -> its tokens so far
+    same: dict[str, Any] = field(default_factory=dict)  # `Additions.same`
     num_cached_tokens: int = 0  # prompt tokens from the prefix cache, with --enable-prompt-tokens-details
 
     def received(self, prompt: int, output: RequestOutput) -> None:
@@ -93,6 +94,8 @@ class Additions:
     log: list[Callable[[EngineCoreRequest, Prompt], None]] = field(default_factory=list)
     # Called with the usage of prompts, and how many of their tokens the prefix cache held.
     usage: list[Callable[[UsageInfo, int], None]] = field(default_factory=list)
+    # Fields that every whole answer has alike, and the chunk of a stream that holds the usage.
+    same: dict[str, Any] = field(default_factory=dict)
 
 
 async def _of_one(requests: EngineRequests, flow: AsyncGenerator[RequestOutput, None]) -> Outputs:
@@ -174,7 +177,7 @@ class AnswerMaker:
         return self._with_usage(self.last_class, [])
 
     def _with_usage(self, kind: type[BaseModel], choices: list[BaseModel]) -> BaseModel:
-        response = kind(**self._same, choices=choices, usage=self.requests.usage())
+        response = kind(**self._same, **self.requests.same, choices=choices, usage=self.requests.usage())
         for hook in self.requests.hooks:
             hook.response(response)
         return response
@@ -228,7 +231,7 @@ class OpenAIServing:
         params = self._settled(params, ids, model, len(prompts))
         process = partial(self._process, request, prompts, params, ids, add_special_tokens)
         made = await in_thread_if_long([*prompts, msgspec.msgpack.encode(params)], receive, process)
-        requests = EngineRequests(ids, model, 1 if request.n is None else request.n, made)
+        requests = EngineRequests(ids, model, 1 if request.n is None else request.n, made, same=self.added.same)
         await self._add_features(request, requests, prompts, receive)
         return requests
 
@@ -294,7 +297,7 @@ class OpenAIServing:
         for feature in request.used_features():
             if (flow := feature.generate(request, self.engine_client, made)) is not None:
                 return flow
-        return self.engine_client.generate(made)
+        return self.engine_client.generate(made, made.sampling_params, made.request_id)
 
     async def answer(self, request: SamplingRequest, maker: AnswerMaker, outputs: Outputs, receive: Receive) -> Result:
         """The whole answer, or its stream before the first byte: a refusal can still set the HTTP status."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 from stage03_engine.args.check import check_config
@@ -37,14 +37,16 @@ def engine_settings() -> list[Setting]:
     return [setting for section in SECTIONS.values() for setting in settings_of(section)]
 
 
-@dataclass(frozen=True)
 class EngineArgs:
     """Every setting of the engine with its source, before the model is found.
 
-    `settings` maps each field name of SECTIONS to its Resolved. Others (of the HTTP server) are left alone.
+    `settings` maps each field name of SECTIONS to its Resolved. Others (of the HTTP server) are left alone. A caller in Python gives
+    keywords instead, `EngineArgs(model="gpt2-tiny", block_size=8)`, which rank as flags do; STAGES_* variables apply to what is not
+    given. Raises ConfigError, also for an unknown keyword.
     """
 
-    settings: dict[str, Resolved]
+    def __init__(self, settings: dict[str, Resolved] | None = None, **given: Any) -> None:
+        self.settings = _of_keywords(given) if settings is None else settings
 
     @staticmethod
     def add_cli_args(parser: FlexibleArgumentParser) -> None:
@@ -65,19 +67,8 @@ class EngineArgs:
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> VllmConfig:
-        """The configuration for a caller in Python: `from_kwargs(model="gpt2-tiny", block_size=8)`.
-
-        A keyword ranks as a command line flag; STAGES_* variables apply to what is not given.
-        Raises ConfigError, also for an unknown keyword, and ModelNotFoundError.
-        """
-        settings = engine_settings()
-        known = {setting.name for setting in settings}
-        for name in kwargs:
-            if name not in known:
-                refuse_absent("--" + name.replace("_", "-"))
-                raise ConfigError(f"unknown setting {name!r}{did_you_mean(name, known)}")
-        config, _ = cls(resolve_settings(settings, kwargs)).create_engine_config()
-        return config
+        """The configuration that these keywords make. Raises ModelNotFoundError too."""
+        return cls(**kwargs).create_engine_config()[0]
 
     def create_engine_config(self) -> tuple[VllmConfig, dict[str, Resolved]]:
         """Find the model, fill in what can be detected, check the result.
@@ -103,6 +94,16 @@ class EngineArgs:
             given = not_default(settings)
             trace.emit("config.resolved", settings=given, defaults=len(settings) - len(given))
         return config, settings
+
+
+def _of_keywords(given: Mapping[str, Any]) -> dict[str, Resolved]:
+    settings = engine_settings()
+    known = {setting.name for setting in settings}
+    for name in given:
+        if name not in known:
+            refuse_absent("--" + name.replace("_", "-"))
+            raise ConfigError(f"unknown setting {name!r}{did_you_mean(name, known)}")
+    return resolve_settings(settings, given)
 
 
 AsyncEngineArgs = EngineArgs

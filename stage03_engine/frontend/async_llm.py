@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
-from typing import Protocol
+from typing import Any, Protocol
 
+from stage03_engine.arg_utils import AsyncEngineArgs
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import EngineDeadError
 from stage03_engine.frontend.core_client import AsyncEngineCoreClient, make_client
@@ -18,6 +19,8 @@ from stage03_engine.frontend.output_processor import OutputProcessor, RequestOut
 from stage03_engine.frontend.tokenizer import init_tokenizer_from_configs
 from stage03_engine.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady
 from stage03_engine.outputs import RequestOutput
+from stage03_engine.plugins import wanted
+from stage03_engine.sampling_params import SamplingParams
 from stage03_engine.tracing import trace_message, traced_params
 from stagetrace import trace
 
@@ -76,6 +79,11 @@ class AsyncLLM:
             engine.shutdown()
             raise
 
+    @classmethod
+    def from_engine_args(cls, engine_args: AsyncEngineArgs, stat_loggers: list[StatLogger] | None = None) -> AsyncLLM:
+        """The same from settings: `AsyncEngineArgs(model="gpt2-tiny")`. Raises as these do."""
+        return cls.from_vllm_config(engine_args.create_engine_config()[0], stat_loggers=stat_loggers)
+
     async def start(self) -> EngineReady:
         """Wait until the engine core can serve, then run the output handler. Raises EngineStartError."""
         self.ready = await self.engine_core.start()
@@ -85,19 +93,19 @@ class AsyncLLM:
         return self.ready
 
     async def generate(
-        self, request: EngineCoreRequest, prompt: str | None = None
+        self, prompt: EngineCoreRequest | Any, sampling_params: SamplingParams, request_id: str, **given: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Run one request (made by `input_processor.process_inputs`) and yield its outputs.
+        """Run one request and yield its outputs.
 
-        Closing or cancelling the iterator aborts the request in the engine. Raises EngineDeadError.
+        The server's prompts are requests already, made by `input_processor.process_inputs`. Other callers give a text, token ids or
+        vLLM's dictionaries, and what `request_of` takes besides. Closing or cancelling the iterator aborts the request in the
+        engine. Raises EngineDeadError.
         """
-        request_id = request.request_id
         if trace.on:
-            given = traced_params(request.sampling_params)
-            trace.emit("generate.start", req=request_id, sampling_params=given)
+            trace.emit("generate.start", req=request_id, sampling_params=traced_params(sampling_params))
         finished, number = False, 0
+        queue = await self.add_request(request_id, prompt, sampling_params, **given)
         try:
-            queue = await self.add_request(request, prompt)
             while not finished:
                 output = await queue.get()
                 finished, number = output.finished, number + 1
@@ -109,16 +117,27 @@ class AsyncLLM:
             if not finished:
                 await self.abort(request_id)
 
-    async def add_request(self, request: EngineCoreRequest, prompt: str | None = None) -> RequestOutputCollector:
-        """Register a request and send it to the engine core. Raises EngineDeadError."""
+    async def add_request(
+        self, request_id: str, prompt: EngineCoreRequest | Any, params: SamplingParams, **given: Any
+    ) -> RequestOutputCollector:
+        """Register a request and send it to the engine core. Raises EngineDeadError, ValueError for an id that is in use."""
+        prompt_text: str | None = given.pop("prompt_text", None)
         self.check_health()
+        if not isinstance(prompt, EngineCoreRequest):
+            request_of = wanted("engine", "request_of", "what makes a request of a prompt")
+            prompt, prompt_text = await request_of(self, request_id, prompt, params, **given)
         for feature in self.outgoing:
-            feature(request)
-        queue = RequestOutputCollector(request.sampling_params.output_kind)
-        for number, child in enumerate(self.output_processor.add_request(request, prompt, queue), start=1):
-            await self.engine_core.add_request_async(child)
-            if number % 16 == 0:  # sending never waits, so give other tasks a turn
-                await asyncio.sleep(0)
+            feature(prompt)
+        queue = RequestOutputCollector(prompt.sampling_params.output_kind)
+        parts = self.output_processor.add_request(prompt, prompt_text, queue)
+        try:
+            for number, child in enumerate(parts, start=1):
+                await self.engine_core.add_request_async(child)
+                if number % 16 == 0:  # sending never waits, so give other tasks a turn
+                    await asyncio.sleep(0)
+        except BaseException:  # nobody will read the answers
+            await self.abort(request_id)
+            raise
         return queue
 
     async def abort(self, request_id: str, reason: str = "client is gone") -> None:

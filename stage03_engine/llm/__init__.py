@@ -4,6 +4,6 @@ What a manifest names is here: a look for a module further inside would import a
 """
 
 from stage03_engine.llm.command import run
-from stage03_engine.llm.llm import LLM, Prompt
+from stage03_engine.llm.llm import LLM, AnyPrompt, Prompt
 
-__all__ = ["LLM", "Prompt", "run"]
+__all__ = ["LLM", "AnyPrompt", "Prompt", "run"]

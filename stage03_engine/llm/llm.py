@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -26,6 +26,7 @@ from stage03_engine.tracing import open_trace
 from stagetrace import trace
 
 Prompt = str | list[int]
+AnyPrompt = Prompt | Mapping[str, Any]  # vLLM's dictionaries: `plain_prompt` says which
 
 
 class LLM:
@@ -74,39 +75,55 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: AnyPrompt | Sequence[AnyPrompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = False,
+        lora_request: Any = None,
+        priority: Sequence[int] | None = None,
+        *,
+        add_special_tokens: bool = True,
     ) -> list[RequestOutput]:
-        """Complete all prompts together; results come in the order of the prompts. `params` is one for all or one for each;
-        without it the model's generation_config.json decides.
-        `use_tqdm` shows a progress bar when stderr is a terminal.
+        """Complete all prompts together; results come in the order of the prompts. `sampling_params` are for all or one for each;
+        without them the model's generation_config.json decides. A `lora_request` (with a `lora_name`) names the adapter for all;
+        `priority` has one number for each. `use_tqdm` shows a progress bar when stderr is a terminal.
 
         Raises InvalidRequestError before anything runs if a prompt or a setting is impossible.
         """
-        batch = self.as_list(prompts)
+        batch = self._salted(prompts)
         defaults = self.vllm_config.model_config.default_sampling_params or {}
-        each = [params or SamplingParams(**defaults)] * len(batch) if not isinstance(params, Sequence) else list(params)
-        if len(each) != len(batch):
-            raise InvalidRequestError(f"{len(batch)} prompts but {len(each)} sampling parameters.", "params")
+        same = sampling_params or SamplingParams(**defaults)
+        each = list(same) if isinstance(same, Sequence) else [same] * len(batch)
+        first = list(priority) if priority is not None else [0] * len(batch)
+        for what, many in (("sampling parameters", each), ("priorities", first)):
+            if len(many) != len(batch):
+                raise InvalidRequestError(f"{len(batch)} prompts but {len(many)} {what}.", "params")
         # All n answers of a prompt come at once.
-        whole = [msgspec.structs.replace(own, output_kind=RequestOutputKind.FINAL_ONLY) for own in each]
+        changes = {"output_kind": RequestOutputKind.FINAL_ONLY}
+        changes |= {} if lora_request is None else {"lora": lora_request.lora_name}
+        whole = [msgspec.structs.replace(own, **changes) for own in each]
         requests = [
-            self.input_processor.process_inputs(self.next_id(), prompt, own) for prompt, own in zip(batch, whole)
+            self.input_processor.process_inputs(
+                self.next_id(), text, own, add_special_tokens=add_special_tokens, priority=rank, cache_salt=salt
+            )
+            for (text, salt), own, rank in zip(batch, whole, first)
         ]
-        return self.run_all(requests, batch, use_tqdm)
+        return self.run_all(requests, [text for text, _ in batch], use_tqdm)
 
     def __getattr__(self, name: str) -> Any:
-        """The methods of features, such as `encode(prompts, params)` and `beam_search(prompts, params)`."""
+        """The methods of features, such as `chat(messages)`, `encode(prompts, params)` and `beam_search(prompts, params)`."""
         if (method := find("llm", name)) is None:
             raise AttributeError(f"LLM has no attribute {name!r}")
         return partial(method, self)
 
-    @staticmethod
-    def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    def as_list(self, prompts: AnyPrompt | Sequence[AnyPrompt]) -> list[Prompt]:
         """One prompt is a batch of one."""
-        single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
-        return [prompts] if single else list(prompts)  # type: ignore[list-item, arg-type]
+        return [prompt for prompt, _ in self._salted(prompts)]
+
+    def _salted(self, prompts: AnyPrompt | Sequence[AnyPrompt]) -> list[tuple[Prompt, str | None]]:
+        """Each prompt with its cache_salt."""
+        single = isinstance(prompts, str | Mapping) or (bool(prompts) and isinstance(prompts[0], int))
+        plain = find("engine", "plain_prompt") or (lambda prompt: (prompt, None))
+        return [plain(prompt) for prompt in ([prompts] if single else prompts)]
 
     def next_id(self) -> str:
         """A fresh request id."""

@@ -34,7 +34,7 @@ async def ask(llm: AsyncLLM, number: int) -> None:
     made = [llm.input_processor.process_inputs(f"r{number}-{i}", f"Request {i}:", params) for i in range(REQUESTS)]
 
     async def read(request: Any) -> None:
-        async for _ in llm.generate(request):
+        async for _ in llm.generate(request, request.sampling_params, request.request_id):
             pass
 
     await asyncio.gather(*(read(request) for request in made))

@@ -259,7 +259,8 @@ def test_a_key_that_was_lost_on_the_way_shares_with_nobody(make_world: Callable[
 
     async def cached() -> int:
         made = engine.input_processor.process_inputs(f"r{next(names)}", PROMPTS[0], SamplingParams(max_tokens=1))
-        return [output.num_cached_tokens async for output in engine.generate(made)][-1]
+        flow = engine.generate(made, made.sampling_params, made.request_id)
+        return [output.num_cached_tokens async for output in flow][-1]
 
     assert [world.server.run(cached()) for _ in range(2)] == [0, 0]
 

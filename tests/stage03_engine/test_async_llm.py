@@ -66,7 +66,7 @@ def shared() -> Iterator[Shared]:
 async def collect(llm: AsyncLLM, name: str, prompt: str, params: SamplingParams) -> tuple[str, list[int]]:
     """Read a whole request; with deltas, put them together."""
     text, tokens = "", []
-    async for output in llm.generate(llm.input_processor.process_inputs(name, prompt, params), prompt):
+    async for output in llm.generate(prompt, params, name):
         completion = output.outputs[0]
         if params.output_kind == RequestOutputKind.DELTA:
             text, tokens = text + completion.text, tokens + completion.token_ids
@@ -102,8 +102,7 @@ def test_a_slow_reader_gets_merged_deltas_and_loses_nothing(shared: Shared) -> N
 
     async def test(llm: AsyncLLM, _: CollectorRegistry) -> None:
         expected = await collect(llm, "fast", "ROMEO:", params)
-        request = llm.input_processor.process_inputs("slow", "ROMEO:", params)
-        queue = await llm.add_request(request)
+        queue = await llm.add_request("slow", "ROMEO:", params)
         await until(lambda: llm.num_unfinished_requests == 0)  # the engine is done before we read at all
         output = await queue.get()
         assert output.finished and (output.outputs[0].text, output.outputs[0].token_ids) == expected
@@ -116,7 +115,7 @@ def test_a_reader_that_leaves_frees_its_blocks(shared: Shared) -> None:
     endless = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
 
     async def test(llm: AsyncLLM, registry: CollectorRegistry) -> None:
-        reader = llm.generate(llm.input_processor.process_inputs("r", "ROMEO:", endless))
+        reader = llm.generate("ROMEO:", endless, "r")
         await anext(reader)
         await until(lambda: gauge(registry, "vllm:kv_cache_usage_perc") > 0)
         await reader.aclose()
@@ -136,7 +135,7 @@ def test_the_prefix_cache_is_not_reset_under_a_running_request(shared: Shared) -
     endless = SamplingParams(temperature=0, max_tokens=500, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
 
     async def test(llm: AsyncLLM, _: CollectorRegistry) -> None:
-        reader = llm.generate(llm.input_processor.process_inputs("r", "ROMEO:", endless))
+        reader = llm.generate("ROMEO:", endless, "r")
         await anext(reader)
         assert not await llm.call("reset_prefix_cache")
         await reader.aclose()
@@ -209,7 +208,7 @@ def test_an_exception_in_the_engine_arrives_with_its_reason(monkeypatch: pytest.
             request = llm.input_processor.process_inputs("r", "ROMEO:", SamplingParams(max_tokens=4))
             request.prompt_token_ids = [999_999]
             with pytest.raises(EngineDeadError, match="IndexError"):
-                async for _ in llm.generate(request):
+                async for _ in llm.generate(request, request.sampling_params, request.request_id):
                     pass
 
     run(test)

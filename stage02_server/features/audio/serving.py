@@ -264,7 +264,9 @@ class TranscriptionStream:
         aborted = False
         try:
             for number, request in enumerate(self._requests, start=1):
-                async with aclosing(self._engine_client.generate(with_sound(*request))) as outputs:
+                made = with_sound(*request)
+                flow = self._engine_client.generate(made, made.sampling_params, made.request_id)
+                async with aclosing(flow) as outputs:
                     async for output in outputs:
                         aborted = output.outputs[0].finish_reason == "abort"
                         is_last = aborted or number == len(self._requests)

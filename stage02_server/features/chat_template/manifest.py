@@ -35,6 +35,7 @@ FEATURE = Feature(
     parts=(
         Part("server", ".jinja:JinjaChatTemplate", key="chat_template"),
         Part("server", ".jinja:load_chat_template", key="load_chat_template"),
+        Part("llm", ".offline:chat", key="chat"),
         Part("request", ".fields:ChatTemplateKwargs", key="ChatTemplateFields"),
         Part("request", ".fields:Continuation", key="ChatTemplateFields"),
     ),

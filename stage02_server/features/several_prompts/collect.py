@@ -15,7 +15,7 @@ async def collect(engine_client: AsyncLLM, requests: list[EngineCoreRequest]) ->
     """The last output of each request, in their order. Raises EngineDeadError, and APIError 503 if one was aborted from
     outside: half a vector is useless, and such an answer cannot say that it was cut off."""
     found: dict[int, RequestOutput] = {}
-    flows = [engine_client.generate(request) for request in requests]
+    flows = [engine_client.generate(each, each.sampling_params, each.request_id) for each in requests]
     async with aclosing(merge_async_iterators(flows)) as merged:
         async for index, output in merged:
             if output.outputs[0].finish_reason == "abort":

@@ -21,7 +21,7 @@ from stage03_engine.params.pooling_params import TOKEN_TASKS, PoolingParams
 from stage03_engine.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
-    from stage03_engine.llm import LLM, Prompt
+    from stage03_engine.llm import LLM, AnyPrompt
 
 
 def process_pooling_inputs(
@@ -148,18 +148,18 @@ def encode_pair(tokenizer: Tokenizer, one: str, other: str, keep: int | None = N
 
 
 def encode(
-    llm: LLM, prompts: Prompt | Sequence[Prompt], params: PoolingParams | Sequence[PoolingParams] | None = None
+    llm: LLM, prompts: AnyPrompt | Sequence[AnyPrompt], params: PoolingParams | Sequence[PoolingParams] | None = None
 ) -> list[RequestOutput]:
     """`LLM.encode`: the vectors of all prompts, in their order: `result["pooled"]` holds them, as the bytes of float32 numbers.
 
     The engine must run with `runner="pooling"`, or its model be a classifier, whose vectors have a number per class.
     `params` is one PoolingParams for all or one for each. Raises InvalidRequestError.
     """
-    prompts = llm.as_list(prompts)
+    batch = llm.as_list(prompts)
     default = PoolingParams(task=llm.vllm_config.supported_tasks[0])
-    each = list(params) if isinstance(params, Sequence) else [params or default] * len(prompts)
+    each = list(params) if isinstance(params, Sequence) else [params or default] * len(batch)
     requests = [
         process_pooling_inputs(llm.input_processor, llm.next_id(), prompt, own)
-        for prompt, own in zip(prompts, each, strict=True)
+        for prompt, own in zip(batch, each, strict=True)
     ]
-    return llm.run_all(requests, prompts)
+    return llm.run_all(requests, batch)

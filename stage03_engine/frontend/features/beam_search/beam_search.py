@@ -25,7 +25,7 @@ from stagetrace import trace
 
 if TYPE_CHECKING:
     from stage03_engine.frontend.async_llm import AsyncLLM
-    from stage03_engine.llm import LLM, Prompt
+    from stage03_engine.llm import LLM, AnyPrompt
 
 MAX_BEAM_WIDTH = 64
 MAX_LENGTH_PENALTY = 10.0
@@ -185,18 +185,18 @@ async def search(
     Closing or cancelling the iterator aborts what runs in the engine. Raises EngineDeadError.
     """
     beams = BeamSearch(request, params, engine.vllm_config.shape.vocab_size)
-    await run_search(beams, engine.generate)
+    await run_search(beams, lambda each: engine.generate(each, each.sampling_params, each.request_id))
     yield beams.output(prompt, engine.tokenizer)
 
 
-def search_all(llm: LLM, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[RequestOutput]:
+def search_all(llm: LLM, prompts: AnyPrompt | Sequence[AnyPrompt], params: BeamSearchParams) -> list[RequestOutput]:
     """`LLM.beam_search`: the `beam_width` best sequences for each prompt, the best first; all prompts advance together.
 
     Raises InvalidRequestError before anything runs if a prompt or a setting is impossible.
     """
-    prompts = llm.as_list(prompts)
+    batch = llm.as_list(prompts)
     settings = params.prompt_params()
-    requests = [llm.input_processor.process_inputs(llm.next_id(), prompt, settings) for prompt in prompts]
+    requests = [llm.input_processor.process_inputs(llm.next_id(), prompt, settings) for prompt in batch]
     searches = [BeamSearch(request, params, llm.vllm_config.shape.vocab_size) for request in requests]
     while open_searches := [beams for beams in searches if not beams.done]:
         steps = [beams.step_requests() for beams in open_searches]
@@ -205,7 +205,7 @@ def search_all(llm: LLM, prompts: Prompt | Sequence[Prompt], params: BeamSearchP
         answers = {output.request_id: candidates_of(output) for output in outputs}
         for beams, step in zip(open_searches, steps):
             beams.advance([answers[request.request_id] for request in step])
-    texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
+    texts = [prompt if isinstance(prompt, str) else None for prompt in batch]
     return [beams.output(text, llm.tokenizer) for beams, text in zip(searches, texts)]
 
 

@@ -1,0 +1,77 @@
+"""Prompts as callers in Python write them (vllm/inputs: TextPrompt, TokensPrompt; vllm/lora/request.py: LoRARequest).
+
+The server's requests come tokenized, since a refusal must be able to set the HTTP status. `AsyncLLM.generate(prompt, sampling_params,
+request_id)`, as programs for vLLM call it, ends here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from stage03_engine.errors import InvalidRequestError
+from stage03_engine.messages import EngineCoreRequest
+from stage03_engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from stage03_engine.frontend.async_llm import AsyncLLM
+
+FORMS = "a text, a list of token ids, {'prompt': text} or {'prompt_token_ids': ids}"
+_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+_starting: dict[AsyncLLM, asyncio.Task[Any]] = {}  # engines that somebody waits for
+
+
+@dataclass(frozen=True)
+class LoRARequest:
+    """An adapter of `--lora-modules`, by its name. vLLM's number and folder of it are taken and not needed."""
+
+    lora_name: str
+    lora_int_id: int = 0
+    lora_path: str = ""
+
+
+def plain_prompt(prompt: Any) -> tuple[str | list[int], str | None]:
+    """(what is tokenized, cache_salt). Raises InvalidRequestError for what is none of FORMS."""
+    given = (
+        prompt if isinstance(prompt, Mapping) else {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
+    )
+    text, ids, salt = (given.get(name) for name in _KEYS)
+    known = given.keys() <= set(_KEYS) and isinstance(salt, str | None)
+    if known and isinstance(ids, list) and all(type(token_id) is int for token_id in ids):
+        return ids, salt
+    if known and ids is None and isinstance(text, str):
+        return text, salt
+    raise InvalidRequestError(f"prompt: a prompt is {FORMS}; either dictionary may hold a cache_salt.", "prompt")
+
+
+async def request_of(
+    engine: AsyncLLM,
+    request_id: str,
+    prompt: Any,
+    params: SamplingParams,
+    *,
+    priority: int = 0,
+    lora_request: LoRARequest | None = None,
+) -> tuple[EngineCoreRequest, str | None]:
+    """(the request, its text), once the engine has started. Long texts are tokenized in a thread. Raises InvalidRequestError,
+    EngineStartError."""
+    plain, salt = plain_prompt(prompt)
+    if lora_request is not None:
+        params = msgspec.structs.replace(params, lora=lora_request.lora_name)
+    await _started(engine)
+    process = engine.input_processor.process_inputs
+    request = await asyncio.to_thread(process, request_id, plain, params, priority=priority, cache_salt=salt)
+    return request, plain if isinstance(plain, str) else None
+
+
+async def _started(engine: AsyncLLM) -> None:
+    """vLLM's constructor waits for the engine; here the first request does, so that the event loop stays free meanwhile."""
+    if engine.ready is None:
+        if (task := _starting.get(engine)) is None:
+            task = _starting[engine] = asyncio.create_task(engine.start())
+            task.add_done_callback(lambda _: _starting.pop(engine))
+        await asyncio.shield(task)
