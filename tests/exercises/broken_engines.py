@@ -38,6 +38,17 @@ class NewestFirst(Scheduler):
         self.waiting.sort(key=lambda request: request.arrival)
 
 
+class LastPreemptedFirst(Scheduler):
+    """order: of those who were preempted, the newest resumes first."""
+
+    def _schedule_waiting(self, output: SchedulerOutput, budget: int) -> None:
+        self.waiting.sort(
+            key=lambda request: (not request.num_preemptions, -request.arrival * bool(request.num_preemptions))
+        )
+        super()._schedule_waiting(output, budget)
+        self.waiting.sort(key=lambda request: request.arrival)
+
+
 class AbortsLeak(Scheduler):
     """blocks: whoever is aborted keeps them."""
 
@@ -53,6 +64,15 @@ class LastBlockLeaks(Scheduler):
     def _finish(self, request: Request, reason: FinishReason, by: str) -> None:
         table = self.kv_cache_manager.tables.get(request.request_id, [])
         del table[-1:]
+        super()._finish(request, reason, by)
+
+
+class HitsLeak(Scheduler):
+    """blocks: the first of the prefix cache is never given back."""
+
+    def _finish(self, request: Request, reason: FinishReason, by: str) -> None:
+        if request.num_cached_tokens:
+            del self.kv_cache_manager.tables.get(request.request_id, [])[:1]
         super()._finish(request, reason, by)
 
 
@@ -125,9 +145,9 @@ class TwoBudgets(Scheduler):
 LONGEST = 60  # steps: an engine whose blocks are lost may never end
 
 BROKEN: dict[str, tuple[type[Scheduler], ...]] = {
-    "order": (BehindTheOthers, NewestFirst),
+    "order": (BehindTheOthers, NewestFirst, LastPreemptedFirst),
     "turn": (LongestFirst, DecodesWait, SkipsTheSecond),
-    "blocks": (AbortsLeak, LastBlockLeaks, PreemptionLeaks),
+    "blocks": (AbortsLeak, LastBlockLeaks, PreemptionLeaks, HitsLeak),
     "budget": (TwoBudgets,),
 }
 """Rule -> engines that break it, sooner or later, if the load gives occasion to."""

@@ -150,7 +150,8 @@ def sources(draw: st.DrawFn, plain: bool = False) -> Sources:
         return {key: draw(st.sampled_from(values[-1:] if plain else values))} if draw(st.booleans()) else {}
 
     in_file = MORE_IN_A_FILE[name] + [text for text in TEXTS[name] if text] + TYPED[name]
-    return Sources(setting, maybe(name, TYPED[name]), maybe(setting.variable, TEXTS[name]), maybe(name, in_file))
+    given = TYPED[name] if plain else TYPED[name] + [text for text in TEXTS[name] if text]
+    return Sources(setting, maybe(name, given), maybe(setting.variable, TEXTS[name]), maybe(name, in_file))
 
 
 @judge.settings(60)

@@ -97,8 +97,8 @@ def act(pool: Any, model: Model, kind: str, a: int, b: int) -> None:
         free(pool, model, [model.chosen(a, list(model.references))])
     elif kind == "free all" and model.references:
         free(pool, model, sorted(model.references)[:: -1 if b else 1])
-    elif kind == "free twice" and model.queue:
-        free_again(pool, model, model.chosen(a, model.queue))
+    elif kind == "free twice":
+        free_again(pool, model, model.chosen(a, [0, *model.queue]))
     elif kind == "reset":
         reset(pool, model)
     elif kind != "nothing":
@@ -159,7 +159,7 @@ def touch(pool: Any, model: Model, blocks: list[int]) -> None:
 
 
 def free_again(pool: Any, model: Model, block: int) -> None:
-    model.log.append(f"free [{block}], which is free")
+    model.log.append(f"free [{block}], which is not in use")
     judge.raises("not_in_use", ValueError, lambda: pool.free([block]))
     same(pool, model, "not_in_use", "kept")
 

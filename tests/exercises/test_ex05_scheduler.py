@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 from hypothesis import given
 from judging import Judge
 from scheduler_load import MOST_STEPS, Load, Step, loads, run
 
 from stage03_engine.core.scheduler import Scheduler
+from stagetrace import trace
 
 judge = Judge(5)
 
@@ -91,6 +94,27 @@ def check_cached(step: Step, right: Step) -> None:
     for name in begin[0].keys() & begin[1].keys():
         judge.holds("cached", begin[0][name] == begin[1][name], f"{name} starts after {begin[0][name]} cached tokens",
                     f"after {begin[1][name]}")  # fmt: skip
+
+
+@judge.settings(100)
+@given(load=loads())
+def test_the_trace_hears_why_somebody_waits(impl: ModuleType, load: Load) -> None:
+    with judge.case(load=load):
+        for number, (told, right) in enumerate(zip(reasons(impl.Scheduler, load), reasons(Scheduler, load)), start=1):
+            with judge.case(step=number):
+                judge.equal("says_why", right, told)
+
+
+def reasons(scheduler_class: Any, load: Load) -> Iterator[str]:
+    """What the trace hears after each step."""
+    steps = run(scheduler_class, load)
+    while True:
+        with patch.object(trace, "on", True), patch.object(trace, "emit") as emit:
+            if next(steps, None) is None:
+                return
+        held = [call.kwargs for call in emit.call_args_list if call.args == ("sched.held_back",)]
+        told = [f"{each['first']} waits ({each['rule']}), budget left {each['budget_left']}" for each in held]
+        yield ", and ".join(told) or "nobody waits"
 
 
 def different(step: Step, other: Step) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from attention_batch import (
     check_reads,
     check_shape,
     close,
+    decode,
+    name,
     plural,
     probe_tensors,
     random_tensors,
@@ -65,6 +67,27 @@ def test_the_numbers(impl: ModuleType, batch: Batch) -> None:
     compare(impl, batch, *random_tensors(batch), scale=0.5)
 
 
+@judge.settings(20)
+@given(batch=batches(most_requests=2), sign=st.sampled_from([1, -1]))
+def test_what_is_hidden_weighs_nothing(impl: ModuleType, batch: Batch, sign: int) -> None:
+    """However large its score: each position's is 100,000 above, or below, the one before."""
+    query, cache = probe_tensors(batch)
+    query[..., 0] = 1.0
+    for request in range(len(batch.requests)):
+        for position, slot in enumerate(batch.slots(request)):
+            cache[0, slot // batch.block_size, slot % batch.block_size, :, 0] = sign * 1e5 * position
+    with judge.case(batch=batch, score=f"{sign * 100_000} times the position of the key"):
+        result = impl.paged_attention_torch(query, cache, batch.metadata(), 1.0, batch.window)
+        check_shape(judge, result, query)
+        for row, (request, position) in enumerate(batch.rows()):
+            visible = batch.visible(position)
+            right = visible[-1] if sign > 0 else visible[0]
+            found = [batch.owner(slot) for slot in decode(batch, result[row, 0]).weights]
+            with judge.case(row=f"{row}: the token of {name(request)} at position {position}"):
+                key = "causal" if sign > 0 else "window"
+                judge.equal(key, f"all from position {right} of {name(request)}", f"all from {', '.join(found)}")
+
+
 @judge.settings(15)
 @given(batch=batches(most_requests=1))
 def test_large_scores(impl: ModuleType, batch: Batch) -> None:
@@ -94,6 +117,7 @@ def compare(impl: ModuleType, batch: Batch, query: Tensor, cache: Tensor, scale:
             wrong_scale = close(got, other.float(), query.dtype) and key == "reference"
             judge.rejects("scale" if wrong_scale else key, shown(expected), shown(got))
         same = torch.equal(given_query, query) and torch.equal(given_cache.nan_to_num(), cache.nan_to_num())
+        same &= torch.equal(given_cache.isnan(), cache.isnan())
         tensors = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
         same &= all(torch.equal(getattr(metadata, each), getattr(batch.metadata(), each)) for each in tensors)
         judge.holds("unchanged", same, "the arguments as they were", "others")

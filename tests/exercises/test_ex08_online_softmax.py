@@ -52,7 +52,8 @@ def keys(draw: st.DrawFn, scores_from: list[float], least: int = 0, most: int = 
     scores = [
         tuple(draw(score) if seen else UNSEEN for _ in range(num_keys)) for seen in draw(st.tuples(*[sees] * num_rows))
     ]
-    values = [(float(draw(st.integers(-3, 3))), float(key + 1)) for key in range(num_keys)]
+    first = st.sampled_from([0.0, 1.0, -1.0, 3.0, 0.1, -0.7, 2.3])
+    values = [(draw(first), float(key + 1)) for key in range(num_keys)]
     return Keys(tuple(scores), tuple(values))
 
 

@@ -266,6 +266,18 @@ def test_sample(impl: ModuleType, batch: list[Row]) -> None:
             judge.holds(key, token == right, f"token {right} in row {row}", f"token {token}")
 
 
+@judge.settings(30)
+@given(row=rows(penalties=True), company=st.booleans())
+def test_a_greedy_row_for_which_the_rules_decide(impl: ModuleType, row: Row, company: bool) -> None:
+    expected = penalised(row)
+    largest = expected.index(max(expected))
+    assume(row.logits[largest] < max(row.logits) and sorted(expected)[-2] < max(expected) - CLOSE)
+    batch = [replace(row, temperature=0.0)] + [Row([0.0] * 4)] * company
+    with judge.case(requests=batch, after_the_rules=expected):
+        got = called(impl.sample, [each.logits for each in batch], metadata_of(batch))
+        judge.equal("greedy", largest, got.sampled_token_ids.tolist()[0])
+
+
 @judge.settings(15)
 @given(row=rows(penalties=True), num_logprobs=st.sampled_from([0, 2]))
 def test_logprobs(impl: ModuleType, row: Row, num_logprobs: int) -> None:
@@ -275,25 +287,34 @@ def test_logprobs(impl: ModuleType, row: Row, num_logprobs: int) -> None:
         check_logprobs(got, reference(torch.tensor([row.logits]), metadata_of(batch, num_logprobs)))
 
 
-@judge.settings(15)
-@given(logits=logits_of, where=st.sampled_from(["before", "after_temperature"]), other=st.booleans())
-def test_users_own_processors(impl: ModuleType, logits: list[float], where: str, other: bool) -> None:
+@judge.settings(30)
+@given(
+    row=rows(penalties=True), where=st.sampled_from(["before", "after_temperature"]), other=st.booleans(), greedy=st.booleans()
+)  # fmt: skip
+def test_users_own_processors(impl: ModuleType, row: Row, where: str, other: bool, greedy: bool) -> None:
     """One that leaves a single token, in the rows that it is given."""
+    batch = [Row([0.0] * 4, temperature=0.0)] * other + [replace(row, temperature=0.0 if greedy else 2.0)]
+    seen = range(len(batch)) if where == "before" else [number for number, each in enumerate(batch) if each.temperature]
+    shown = [penalised(batch[number]) for number in seen]
+    if where == "after_temperature":
+        shown = [twin.temperature(logits, 2.0) for logits in shown]
+    asked = []
 
     def own(given: Tensor, rows: list[int]) -> Tensor:
-        judge.equal(
-            "own",
-            (len(given), [int(other)] if where == "after_temperature" else list(range(1 + other))),
-            (len(rows), rows),
-        )
+        judge.equal("own", [*seen], rows)
+        judge.holds("own", all(map(same, given.tolist(), shown)), f"it is shown {shown}", given.tolist())
+        asked.append(rows)
         return given.masked_fill(torch.tensor([False, True, True, True]), -torch.inf)
 
-    batch = [Row(logits, temperature=0.0)] * other + [Row(logits)]
-    with judge.case(logits=logits, processor=where, greedy_row_before=other):
+    with judge.case(requests=batch, processor=where):
         metadata = replace(metadata_of(batch, 2), named={int(other): [3, 1]}, **{where: [own]})  # type: ignore[arg-type]
-        got = called(impl.sample, [row.logits for row in batch], metadata)
-        judge.equal("own", 0, got.sampled_token_ids.tolist()[-1])
-        check_logprobs(got, reference(torch.tensor([row.logits for row in batch]), metadata))
+        got = called(impl.sample, [each.logits for each in batch], metadata)
+        if seen:
+            judge.equal("own", [[*seen]], asked)
+        if where == "before" or not greedy:
+            judge.equal("own", 0, got.sampled_token_ids.tolist()[-1])
+        asked.clear()
+        check_logprobs(got, reference(torch.tensor([each.logits for each in batch]), metadata))
 
 
 def check_logprobs(got: SamplerOutput, expected: SamplerOutput) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 from judging import Judge
 
 from stage02_server.features.logprobs.answer import add_token
@@ -253,6 +253,7 @@ class Queue:
     pair=st.tuples(answers(DELTA, CUMULATIVE), answers(DELTA)), without_queue=st.booleans(), leaves=st.sampled_from([0, 0, 2]),
     refused=st.sampled_from([0, 0, 1]),
 )  # fmt: skip
+@example(pair=(Answer(((0, 1),), stop=("b",)), Answer(((0,),))), without_queue=False, leaves=0, refused=0)
 def test_process_outputs(
     impl: ModuleType, pair: tuple[Answer, Answer], without_queue: bool, leaves: int, refused: int
 ) -> None:
@@ -389,6 +390,24 @@ def test_exceptions(impl: ModuleType, what: list[str]) -> None:
             judge.rejects("exception", "the exception", seen(got))
 
 
+def test_an_exception_wakes_whoever_waits(impl: ModuleType) -> None:
+    async def work() -> None:
+        collector = impl.RequestOutputCollector(DELTA)
+        waiting = asyncio.ensure_future(collector.get())
+        try:
+            await asyncio.sleep(0)
+            collector.put(KeyError("the engine is dead"))
+            for _ in range(TURNS):
+                await asyncio.sleep(0)
+            judge.holds("exception", waiting.done(), "a get that waits already raises it", "it still waits")
+            judge.holds("exception", isinstance(waiting.exception(), KeyError), "get raises it", waiting.exception())
+        finally:
+            waiting.cancel()
+
+    with judge.case(put="an exception, while get waits"):
+        asyncio.run(work())
+
+
 @judge.settings(6)
 @given(rounds=st.integers(1, 3))
 def test_waiting(impl: ModuleType, rounds: int) -> None:
@@ -419,7 +438,7 @@ def test_waiting(impl: ModuleType, rounds: int) -> None:
 
 def test_the_trace(impl: ModuleType) -> None:
     heard: list[str] = []
-    answer = Answer(((0,), (1,)))
+    answer = Answer(((0,), (1,)), stop=("bc",))
     trace.watch(lambda event: heard.append(event.name), ["request.detokenized", "request.collected"])
     try:
         with judge.case(request=answer):

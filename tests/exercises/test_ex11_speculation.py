@@ -18,8 +18,8 @@ from stage03_engine.core.features.spec_decode.manifest import SpeculativeConfig
 judge = Judge(11)
 MOST_STEPS = 40
 
-texts = st.lists(st.integers(0, 1), min_size=1, max_size=9)
-lookups = st.tuples(st.integers(1, 2), st.integers(0, 2)).map(lambda pair: (pair[0], pair[0] + pair[1]))
+texts = st.lists(st.integers(0, 1), min_size=1, max_size=12)
+lookups = st.tuples(st.integers(1, 3), st.integers(0, 2)).map(lambda pair: (pair[0], pair[0] + pair[1]))
 
 
 # --- where guesses come from -------------------------------------------------------------------------------------------------------
@@ -54,7 +54,7 @@ def test_find_one_token(impl: ModuleType, text: list[int]) -> None:
         )
 
 
-@judge.settings(120)
+@judge.settings(200)
 @given(text=texts, lookup=lookups)
 def test_find_continuation(impl: ModuleType, text: list[int], lookup: tuple[int, int]) -> None:
     shortest, longest = lookup
@@ -186,6 +186,8 @@ def test_the_distribution_stays(impl: ModuleType, pair: tuple[Distribution, Dist
             judge.holds("unchanged", len(again) == len(target), f"{len(target)} probabilities", f"{len(again)}")
             got = Distribution(kept + rejected * new for kept, new in zip(accepted, again))
             judge.holds("unchanged", near(got, target), target, got)
+            if not rejected:
+                judge.holds("no_excess", near(again, target), target, Distribution(again))
 
 
 # --- all of it ---------------------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
-from broken_engines import BROKEN, Aborts, SkipsTheSecond, trace_of
+from broken_engines import BROKEN, Aborts, HitsLeak, PreemptionLeaks, SkipsTheSecond, trace_of
 from hypothesis import example, given, strategies as st
 from judging import Judge, load as load_file
 from scheduler_load import Arrival, Load, loads
@@ -70,7 +70,7 @@ def test_a_healthy_engine(impl: ModuleType, load: Load, aborts: Aborts) -> None:
         judge.holds("unchanged", before == [encode_line(event) for event in events], "the same events", "others")
 
 
-@judge.settings(25)
+@judge.settings(40)
 @given(kind=st.sampled_from(BROKEN["order"]), load=crowds(), aborts=ABORTS)
 def test_the_order(impl: ModuleType, kind: type[Scheduler], load: Load, aborts: Aborts) -> None:
     look_at(impl, kind, load, aborts)
@@ -85,6 +85,8 @@ def test_whose_turn_it_is(impl: ModuleType, kind: type[Scheduler], load: Load, a
 
 @judge.settings(30)
 @given(kind=st.sampled_from(BROKEN["blocks"]), load=crowds(), aborts=ABORTS)
+@example(kind=PreemptionLeaks, load=Load((Arrival(0, 3, 5),) * 3, 6, 3, 6, 2), aborts=Aborts())
+@example(kind=HitsLeak, load=Load((Arrival(0, 6, 3), Arrival(2, 6, 3)), 8, 2, 12, 2, caching=True), aborts=Aborts())
 def test_the_blocks(impl: ModuleType, kind: type[Scheduler], load: Load, aborts: Aborts) -> None:
     look_at(impl, kind, load, aborts)
 

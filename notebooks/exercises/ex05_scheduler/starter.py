@@ -65,7 +65,7 @@ class Scheduler(Mechanics):
     def _schedule_waiting(self, output: SchedulerOutput, budget: int) -> None:
         """Admit waiting requests in order (`self.waiting.in_turn()`) while there is budget, a seat and blocks.
 
-        A request whose beginning is cached starts after it; one that was preempted and kept its tokens after those. The
-        first request that does not fit holds back all after it.
+        A request whose beginning is cached starts after it. The first request that does not fit holds back all after it; then tell
+        the trace why.
         """
         raise NotImplementedError
