@@ -42,8 +42,7 @@ class OtlpFlags:
                 )
         if lacking := [name for name in _NEEDS if not is_there(name)]:
             raise ConfigError(
-                f"otlp_traces_endpoint needs {lacking[0]}, which is not installed: pip install opentelemetry-sdk "
-                "opentelemetry-exporter-otlp-proto-http adds it"
+                f"otlp_traces_endpoint needs {lacking[0]}, which is not installed: pip install --editable '.[trace]' adds it"
             )
 
 
