@@ -222,7 +222,7 @@ async def build_async_engine_client(
 ) -> AsyncIterator[AsyncLLM]:
     """The engine's front end; its engine process starts to load. Both end with the `with` block."""
     from stage03_engine.frontend.async_llm import AsyncLLM
-    from stage03_engine.frontend.metrics import default_stat_loggers
+    from stage03_engine.frontend.metrics import make_stat_loggers
 
     model = vllm_config.model_config
     if trace.on:
@@ -231,9 +231,8 @@ async def build_async_engine_client(
             device=vllm_config.device_config.device,
         )  # fmt: skip
     model_name = served_model_names(vllm_config, args)[0]
-    stat_loggers = default_stat_loggers(vllm_config)
-    for kind in loaded("stats", "server"):
-        stat_loggers.append(kind(vllm_config, registry, model_name))
+    own = (kind(vllm_config, registry, model_name) for kind in loaded("stats", "server"))
+    stat_loggers = [*make_stat_loggers(vllm_config), *own]
     client = make_core_client(vllm_config, args)
     engine = AsyncLLM.from_vllm_config(vllm_config, client=client, stat_loggers=stat_loggers)
     try:

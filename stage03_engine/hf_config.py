@@ -151,6 +151,8 @@ def _architecture(config: Config) -> str:
     known = readers()
     named = config.values.get("architectures") or [name for name, kind in known.items() if kind == model_type]
     architecture = str(named[0]) if isinstance(named, (list, tuple)) and named else "none"
+    if architecture not in known and (ask_packages := find("engine", "general_plugins")):
+        known = ask_packages()
     if architecture not in known:
         supported = ", ".join(known)
         config.refuse(f"architecture {architecture} is not supported; supported: {supported}")

@@ -38,6 +38,7 @@ INDEX: tuple[str | Feature, ...] = (
     "stage03_engine.args.features.weight_index",
     "stage03_engine.core.features.dummy_weights",
     "stage03_engine.model_formats",
+    "stage03_engine.own_models",
     "stage03_engine.bundled.training",
     "stage03_engine.nodes",
     "stage03_engine.replay",
@@ -79,6 +80,7 @@ INDEX: tuple[str | Feature, ...] = (
     "stage03_engine.frontend.features.dead_folders",
     "stage03_engine.frontend.features.logging_stats",
     "stage03_engine.frontend.features.prometheus",
+    "stage03_engine.frontend.features.stat_loggers",
     "stage02_server.features.tokenize",
     "stage02_server.features.tokenizer_info",
     "stage02_server.features.several_prompts",
@@ -100,6 +102,7 @@ INDEX: tuple[str | Feature, ...] = (
     "stage02_server.features.prompt_tokens_details",
     "stage02_server.features.fingerprint",
     "stage02_server.features.traceparent",
+    "stage02_server.features.otlp",
     "stage02_server.features.echo_engine",
     "stage02_server.features.dry_run",
     "stage02_server.features.batch",
@@ -175,7 +178,7 @@ SEAMS = {
     ),
     "core": Seam("core", _ENGINE, "a class in place of EngineCore; the key is the task of its models"),
     "llm": Seam("core", _SERVER, "a method of LLM; the key is its name (a chat needs what the server has)"),
-    "stats": Seam("core", _ENGINE, "a StatLogger; the key says who makes it: engine or server"),
+    "stats": Seam("core", _ENGINE, "a StatLogger; the key says who makes it: engine, server or package"),
     "counts": Seam("core", _ENGINE, "what a feature counts: name of the metric -> what it is"),
     "engine": Seam("core", _ENGINE, "one thing that the engine asks for by its key, if it is there"),
     "replay": Seam(
@@ -205,6 +208,7 @@ HOOKS = {
     "core_proc": Hook("core", _SETTING, "an EngineCoreProc, in its place", single=True),
     "core": Hook("core", _SETTING, "an EngineCore, in its place", single=True),
     "executor": Hook("core", _SETTING, "an Executor, in place of UniProcExecutor", single=True),
+    "worker": Hook("core", _SETTING, "a Worker, in its place", single=True),
     "input": Hook("message", ("parameters",), "an InputHook: a request on its way to the engine"),
     "scheduler": Hook("scheduler", _EITHER, "a SchedulerHook"),
     "runner": Hook("runner", _EITHER, "a RunnerHook"),
@@ -315,15 +319,15 @@ def _read(stage: str, index: tuple[str | Feature, ...]) -> tuple[tuple[Feature, 
 
 def _plugins() -> list[Feature]:
     """The features of installed packages, by name. Raises ConfigError for one that is no Feature."""
-    allowed = os.environ.get(PLUGINS)
-    if allowed is not None and not allowed.strip():
-        return []
+    return [_loaded_plugin(entry) for entry in installed(ENTRY_POINT)]
+
+
+def installed(group: str, *variables: str) -> list[EntryPoint]:
+    """What installed packages add to a group, by name; only what the first of PLUGINS and `variables` names that is set."""
+    allowed = next((os.environ[name] for name in (PLUGINS, *variables) if name in os.environ), None)
     names = None if allowed is None else {name.strip() for name in allowed.split(",")}
-    features = []
-    for entry in sorted(entry_points(group=ENTRY_POINT), key=lambda entry: entry.name):
-        if names is None or entry.name in names:
-            features.append(_loaded_plugin(entry))
-    return features
+    found = () if names == {""} else entry_points(group=group)
+    return sorted((each for each in found if names is None or each.name in names), key=lambda each: each.name)
 
 
 def _loaded_plugin(entry: EntryPoint) -> Feature:

@@ -32,6 +32,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "tensor parallel": {"tensor_parallel_size": 2},
     "pipeline": {"pipeline_parallel_size": 2},
     "worker process": {"distributed_executor_backend": "mp"},
+    "own worker": {"worker_cls": "worker_as_it_is:WorkerAsItIs"},
     "adapters": {"enable_lora": True},
     "folder": {
         "kv_transfer_config": {

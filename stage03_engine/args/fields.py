@@ -152,6 +152,8 @@ class Setting:
         """A value that already has a type: from YAML, or a keyword argument. Raises ValueError as `parse` does."""
         if isinstance(value, os.PathLike):
             value = os.fspath(value)
+        if isinstance(value, type) and self.kind is str:  # a class, where its name may be given
+            value = f"{value.__module__}:{value.__qualname__}"
         if isinstance(value, str) or (self.kind is int and value == -1):
             return self.parse(str(value))
         if value is None and self.optional:

@@ -122,7 +122,7 @@ class UniProcExecutor(Executor):
 
     def __init__(self, config: VllmConfig) -> None:
         self.config = config
-        self.worker = Worker(config)
+        self.worker = config.chosen("worker", Worker)(config)
         if trace.on:
             trace.emit("executor.created", kind="UniProcExecutor")
         self.worker.load_model()

@@ -14,7 +14,7 @@ from stage03_engine.config import VllmConfig
 from stage03_engine.errors import EngineDeadError
 from stage03_engine.frontend.core_client import AsyncEngineCoreClient, make_client
 from stage03_engine.frontend.input_processor import InputProcessor
-from stage03_engine.frontend.metrics import IterationStats, StatLogger, default_stat_loggers
+from stage03_engine.frontend.metrics import IterationStats, StatLoggers, make_stat_loggers
 from stage03_engine.frontend.output_processor import OutputProcessor, RequestOutputCollector
 from stage03_engine.frontend.tokenizer import init_tokenizer_from_configs
 from stage03_engine.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady
@@ -41,18 +41,18 @@ class AsyncLLM:
     puts them into the collectors that the `generate()` calls wait for.
     """
 
-    def __init__(self, config: VllmConfig, client: AsyncEngineCoreClient, stat_loggers: list[StatLogger]) -> None:
+    def __init__(self, config: VllmConfig, client: AsyncEngineCoreClient, stat_loggers: StatLoggers | None) -> None:
         if trace.on:
             trace.emit("async_llm.init", model=config.model_config.model)
         self.vllm_config = config
+        self.stat_loggers = make_stat_loggers(config, stat_loggers)
         self.engine_core = client
         self.engine_core.start_process()  # first: the engine imports and loads while we go on
         self.tokenizer = init_tokenizer_from_configs(config)
         self.input_processor = InputProcessor(config, self.tokenizer)
         self.output_processor = OutputProcessor(self.tokenizer)
-        self.stat_loggers = stat_loggers
         if trace.on:
-            trace.emit("stat_loggers.created", loggers=[type(each).__name__ for each in stat_loggers])
+            trace.emit("stat_loggers.created", loggers=[type(each).__name__ for each in self.stat_loggers])
         self.listeners: list[OutputListener] = []
         self.last_outputs_at = 0.0  # time.monotonic(); 0 before the first
         self.outgoing: list[Callable[[EngineCoreRequest], None]] = []  # features that see or change each request
@@ -66,27 +66,29 @@ class AsyncLLM:
         cls,
         config: VllmConfig,
         client: AsyncEngineCoreClient | None = None,
-        stat_loggers: list[StatLogger] | None = None,
+        stat_loggers: StatLoggers | None = None,
     ) -> AsyncLLM:
         """Start an engine without waiting for it; `start()` waits.
 
-        `client` replaces the engine process. Raises ConfigError if the tokenizer is unusable.
+        `client` replaces the engine process. Raises ConfigError if the tokenizer or a stat logger is unusable.
         """
         engine = client or make_client(config)
         try:
-            return cls(config, engine, default_stat_loggers(config) if stat_loggers is None else stat_loggers)
+            return cls(config, engine, stat_loggers)
         except BaseException:
             engine.shutdown()
             raise
 
     @classmethod
-    def from_engine_args(cls, engine_args: AsyncEngineArgs, stat_loggers: list[StatLogger] | None = None) -> AsyncLLM:
+    def from_engine_args(cls, engine_args: AsyncEngineArgs, stat_loggers: StatLoggers | None = None) -> AsyncLLM:
         """The same from settings: `AsyncEngineArgs(model="gpt2-tiny")`. Raises as these do."""
         return cls.from_vllm_config(engine_args.create_engine_config()[0], stat_loggers=stat_loggers)
 
     async def start(self) -> EngineReady:
         """Wait until the engine core can serve, then run the output handler. Raises EngineStartError."""
         self.ready = await self.engine_core.start()
+        for stat_logger in self.stat_loggers:
+            stat_logger.engine_ready()
         self._output_handler = asyncio.create_task(self._run_output_handler())
         if trace.on:
             trace.emit("output_handler.started")

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.messages import EngineCoreOutput, FinishReason, SchedulerStats
-from stage03_engine.plugins import loaded
+from stage03_engine.plugins import loaded, wanted
 
 
 @dataclass
@@ -114,12 +116,23 @@ class StatLogger(ABC):
     def record(self, scheduler: SchedulerStats | None, iteration: IterationStats, engine_index: int = 0) -> None:
         """Add the numbers of one step of this engine."""
 
+    def engine_ready(self) -> None:  # noqa: B027 - most loggers begin with the first numbers
+        """The engine can serve."""
+
     def request_aborted(self) -> None:  # noqa: B027 - most loggers ignore it
         """A client left before its request ended."""
 
 
-def default_stat_loggers(config: VllmConfig) -> list[StatLogger]:
-    """The one that writes to the log, unless --disable-log-stats."""
-    if config.observability_config.disable_log_stats:
-        return []
-    return [kind(config) for kind in loaded("stats", "engine")]
+StatLoggers: TypeAlias = Sequence[StatLogger | Callable[[VllmConfig, int], object]]
+"""A function makes a user's own logger for an engine with this number (vLLM: StatLoggerFactory)."""
+
+
+def make_stat_loggers(config: VllmConfig, given: StatLoggers | None = None) -> list[StatLogger]:
+    """Those given, as loggers; else those of packages, and the one that writes to the log, unless --disable-log-stats. Raises ConfigError."""
+    if given is None:
+        silent = config.observability_config.disable_log_stats
+        return [kind(config) for kind in (*loaded("stats", "package"), *(() if silent else loaded("stats", "engine")))]
+    made = [each for each in given if isinstance(each, StatLogger)]
+    if len(made) < len(given):
+        made = wanted("engine", "own_stat_loggers", "a stat logger of your own")(config, given)
+    return made

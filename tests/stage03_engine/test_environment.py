@@ -46,6 +46,11 @@ def dry_run(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, str]:
         ("VLLM_CONFIGURE_LOGGING", "0", "configure_logging", "false"),
         ("VLLM_LOG_STATS_INTERVAL", "3", "log_stats_interval", "3.0"),
         ("VLLM_TORCH_PROFILER_DIR", "/tmp/profiles", "profiler_dir", "/tmp/profiles"),
+        ("VLLM_TORCH_PROFILER_WITH_STACK", "0", "torch_profiler_with_stack", "false"),
+        ("VLLM_TORCH_PROFILER_RECORD_SHAPES", "1", "torch_profiler_record_shapes", "true"),
+        ("VLLM_TORCH_PROFILER_WITH_PROFILE_MEMORY", "1", "torch_profiler_with_memory", "true"),
+        ("VLLM_TORCH_PROFILER_WITH_FLOPS", "1", "torch_profiler_with_flops", "true"),
+        ("VLLM_TORCH_PROFILER_USE_GZIP", "0", "torch_profiler_use_gzip", "false"),
         ("VLLM_CPU_KVCACHE_SPACE", "2", "kv_cache_memory_bytes", str(2 << 30)),
         ("VLLM_CPU_OMP_THREADS_BIND", CORE, "cpu_omp_threads_bind", CORE),
         ("VLLM_ENABLE_V1_MULTIPROCESSING", "0", "in_process", "true"),
@@ -97,7 +102,7 @@ def test_cores_are_threads(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         ("VLLM_LOG_STATS_INTERVAL", "0"), ("VLLM_CPU_KVCACHE_SPACE", "4GB"), ("VLLM_CPU_KVCACHE_SPACE", "-1"),
         ("VLLM_CPU_KVCACHE_SPACE", "9" * 30), ("VLLM_CPU_OMP_THREADS_BIND", "3-1"), ("VLLM_CPU_OMP_THREADS_BIND", "0|1"),
         ("VLLM_CPU_OMP_THREADS_BIND", "99999"), ("VLLM_ENABLE_V1_MULTIPROCESSING", "maybe"), ("VLLM_USE_V1", "0"),
-        ("VLLM_WORKER_MULTIPROC_METHOD", "forkserver"), ("VLLM_SERVER_DEV_MODE", "on-ish"),
+        ("VLLM_WORKER_MULTIPROC_METHOD", "fork"), ("VLLM_WORKER_MULTIPROC_METHOD", "threads"), ("VLLM_SERVER_DEV_MODE", "on-ish"), ("VLLM_TORCH_PROFILER_WITH_STACK", "2"),
         ("VLLM_LOGGING_CONFIG_PATH", "/no/such/file"),
     ],
 )  # fmt: skip
@@ -118,7 +123,7 @@ def test_what_is_so_here_anyway_is_accepted(
 ) -> None:
     for variable, text in (
         ("VLLM_USE_V1", "1"),
-        ("VLLM_WORKER_MULTIPROC_METHOD", "spawn"),
+        ("VLLM_WORKER_MULTIPROC_METHOD", "forkserver"),
         ("VLLM_NO_USAGE_STATS", "1"),
     ):
         monkeypatch.setenv(variable, text)

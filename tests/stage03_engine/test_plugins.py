@@ -91,7 +91,7 @@ def test_a_section_that_does_not_exist_is_refused(monkeypatch: pytest.MonkeyPatc
     )
 
 
-@pytest.mark.parametrize("place", ["core", "core_proc", "client", "executor"])
+@pytest.mark.parametrize("place", ["core", "core_proc", "client", "executor", "worker"])
 def test_two_hooks_for_one_place(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         VllmConfig, "hooks", lambda self, seam: ["builtins:list", "builtins:dict"] if seam == place else []

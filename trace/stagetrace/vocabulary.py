@@ -106,6 +106,8 @@ _ROWS = [
         "vllm/distributed/communication_op.py"),
     _optional("logits_processor.loaded", 5, ENGINE, {"path": "str", "argmax_invariant": "bool"}, "A user's own logits processor is in place.",
         "v1/sample/logits_processor/__init__.py build_logitsprocs"),
+    _optional("own_class.chosen", 5, ENGINE, {"flag": "str", "path": "str"}, "A user's own executor or worker takes the place of the project's.",
+        "v1/executor/abstract.py Executor.get_class, v1/worker/worker_base.py WorkerWrapperBase.init_worker"),
     Row("weights.loaded", 5, ENGINE, {"tensors": "int", "bytes": "int", "seconds": "float"}, "The model's weights are in place.",
         "v1/worker/gpu_model_runner.py load_model"),
     _optional("weights.packed", 5, ENGINE, {"few": "str", "many": "str", "layers": "int", "seconds": "float"},

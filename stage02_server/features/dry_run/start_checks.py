@@ -46,8 +46,7 @@ def check_start(config: VllmConfig, settings: Mapping[str, Resolved]) -> None:
         _check_device(config)
     _check_scheduler(config)
     for path in getattr(config.model_config, "logits_processors", None) or ():  # not imported: it needs torch
-        if not _module_is_there(path):
-            raise ConfigError(f"--logits-processors {path}: there is no module {path.partition(':')[0]}")
+        wanted("engine", "check_module", "a logits processor of your own")(path, "--logits-processors")
     _check_profiler_dir(getattr(config.observability_config, "profiler_dir", None))
     uds = settings["uds"].value if "uds" in settings else None
     if uds and not Path(uds).absolute().parent.is_dir():

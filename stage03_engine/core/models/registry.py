@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from stage03_engine.core.models.gpt2 import GPT2LMHeadModel
 from stage03_engine.core.models.layers import LanguageModel
-from stage03_engine.plugins import wanted
+from stage03_engine.plugins import find, parts, wanted
 
 
 def model_class(architecture: str) -> type[LanguageModel]:
     """An architecture's class. Raises ConfigError if there is none, or it is not installed."""
     if architecture == "GPT2LMHeadModel":
         return GPT2LMHeadModel
+    if not parts("model", architecture) and (ask_packages := find("engine", "general_plugins")):
+        ask_packages()
     found: type[LanguageModel] = wanted("model", architecture, f"the model {architecture}")
     return found

@@ -13,6 +13,8 @@ NAMES: dict[str, tuple[str, ...]] = {
     "request_id": ("gen_ai.response.id", "gen_ai.request.id"),  # the second is vLLM's
     "max_tokens": ("gen_ai.request.max_tokens",),
     "temperature": ("gen_ai.request.temperature",),
+    "top_p": ("gen_ai.request.top_p",),
+    "n": ("gen_ai.request.choice.count", "gen_ai.request.n"),  # the second is vLLM's
     "stream": ("gen_ai.request.stream",),
     "finish_reasons": ("gen_ai.response.finish_reasons",),
     "prompt_tokens": ("gen_ai.usage.input_tokens", "gen_ai.usage.prompt_tokens"),  # the second until 1.27, and vLLM's
@@ -24,6 +26,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "seconds_queued": ("gen_ai.latency.time_in_queue",),
     "seconds_prefill": ("gen_ai.latency.time_in_model_prefill",),
     "seconds_decode": ("gen_ai.latency.time_in_model_decode",),
+    "seconds_inference": ("gen_ai.latency.time_in_model_inference",),
     "seconds": ("gen_ai.latency.e2e",),
     "preemptions": ("stages.preemptions",),
 }

@@ -20,7 +20,6 @@ import socket
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from google.protobuf.json_format import MessageToDict
 from opentelemetry.context import Context
@@ -44,6 +43,7 @@ from opentelemetry.trace import (
 from stagetrace.errors import TraceError
 from stagetrace.event import Event
 from stagetrace.export import genai
+from stagetrace.export.collector import traces_address
 from stagetrace.export.request_parts import EngineRequest, HttpRequest, Part, gather
 from stagetrace.private import private
 from stagetrace.read.story import Story
@@ -283,15 +283,11 @@ def _otlp_json(spans: list[ReadableSpan]) -> dict[str, Any]:
 
 def send(events: Iterable[Event], url: str) -> None:
     """To a collector over OTLP/HTTP: http://host:4318, or the whole address of its traces. Raises TraceError."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise TraceError(f"{url}: not a collector's address; it looks like http://localhost:4318")
+    host, port, endpoint = traces_address(url)
     try:
-        port = parts.port or (443 if parts.scheme == "https" else 4318)
-        socket.create_connection((parts.hostname, port), CONNECT_SECONDS).close()
-    except (OSError, ValueError) as error:
+        socket.create_connection((host, port), CONNECT_SECONDS).close()
+    except OSError as error:
         raise TraceError(f"{url}: no collector answers there ({error})") from error
-    endpoint = f"{parts.scheme}://{parts.hostname}:{port}{parts.path if parts.path.strip('/') else '/v1/traces'}"
     log = _LastLine()
     logger = logging.getLogger("opentelemetry")
     logger.addHandler(log)

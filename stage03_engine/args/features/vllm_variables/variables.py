@@ -53,12 +53,20 @@ COUNTERPARTS = {
     "VLLM_LOG_STATS_INTERVAL": Counterpart("log_stats_interval"),
     "VLLM_SERVER_DEV_MODE": Counterpart("server_dev_mode"),
     "VLLM_TORCH_PROFILER_DIR": Counterpart("profiler_dir", os.path.expanduser),
+    "VLLM_TORCH_PROFILER_RECORD_SHAPES": Counterpart("torch_profiler_record_shapes"),
+    "VLLM_TORCH_PROFILER_USE_GZIP": Counterpart("torch_profiler_use_gzip"),
+    "VLLM_TORCH_PROFILER_WITH_FLOPS": Counterpart("torch_profiler_with_flops"),
+    "VLLM_TORCH_PROFILER_WITH_PROFILE_MEMORY": Counterpart("torch_profiler_with_memory"),
+    "VLLM_TORCH_PROFILER_WITH_STACK": Counterpart("torch_profiler_with_stack"),
 }
 FIXED = {
-    "VLLM_USE_V1": ("1", "only the V1 engine is built"),
-    "VLLM_WORKER_MULTIPROC_METHOD": ("spawn", "the engine process is always started afresh"),
+    "VLLM_USE_V1": (("1",), "only the V1 engine is built"),
+    "VLLM_WORKER_MULTIPROC_METHOD": (
+        ("spawn", "forkserver"),
+        "the processes that start others have threads, whose locks a fork would hold for ever",
+    ),
 }
-"""Variable -> the one value that it can have here, and why."""
+"""Variable -> the values that it can have here, and why no other. distributed/fork_server.py acts on the second one's."""
 NOTHING_TO_DO = {"VLLM_DO_NOT_TRACK", "VLLM_NO_USAGE_STATS", "VLLM_USAGE_SOURCE"}  # usage is never reported here
 
 
@@ -105,10 +113,11 @@ def multiprocessing_wanted() -> bool:
 
 def check_fixed(environ: Mapping[str, str]) -> None:
     """Raises ConfigError for a variable that asks for what can never be here."""
-    for variable, (only, why) in FIXED.items():
+    for variable, (possible, why) in FIXED.items():
         value = environ.get(variable, "").strip()
-        if value not in ("", only):
-            raise ConfigError(f"environment variable {variable}: {value!r} is not possible (only {only} is): {why}")
+        if value not in ("", *possible):
+            only = f"{possible[0]} is" if len(possible) == 1 else f"{' and '.join(possible)} are"
+            raise ConfigError(f"environment variable {variable}: {value!r} is not possible (only {only}): {why}")
 
 
 def read_here(settings: set[str]) -> set[str]:

@@ -79,7 +79,7 @@ class ExecutorWithExternalLauncher(Executor):
         self._local_size = local_size
         self._outputs: deque[ModelRunnerOutput] = deque()
         self._output_rank = self.ranks.world_size - self.ranks.tp_size
-        self.worker = Worker(self.config)
+        self.worker = self.config.chosen("worker", Worker)(self.config)
         if trace.on:
             trace.emit("executor.created", kind="ExecutorWithExternalLauncher")
         self.worker.load_model()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from stage03_engine.args.fields import internal, option
 from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import is_there
-from stage03_engine.plugins import Feature, Part
+from stage03_engine.plugins import Feature, Part, wanted
 
 if TYPE_CHECKING:
     from stage03_engine.config import VllmConfig
@@ -23,6 +23,8 @@ EXECUTORS = {
     "several machines": _ROOM + "machines.head:MultiNodeExecutor",
 }
 """--distributed-executor-backend -> class. `uni` is in the walk; the last one is for --nnodes."""
+BACKENDS = ("uni", "mp", "ray", "external_launcher")
+OWN_EXECUTOR = "stage03_engine.core.features.own_classes.own_workers:make_executor"
 _SECURE = "stage03_engine.nodes"
 PIPELINE_SCHEDULER = _ROOM + "pipeline_scheduler:PipelineScheduler"
 
@@ -40,8 +42,7 @@ class ParallelConfig:
     distributed_executor_backend: str | None = option(
         None,
         "how workers are started: uni = one, in the engine process; mp = a process each; ray = Ray actors; external_launcher = torchrun "
-        "started this process as one of them; mp if not given and there are several",
-        ("uni", "mp", "ray", "external_launcher"),
+        "started this process as one of them; module:Class = an executor of your own; mp if not given and there are several",
     )
     nnodes: int = option(
         1, "machines that one engine's workers are spread over, the same number on each", aliases=("-n",), at_least=1
@@ -139,6 +140,7 @@ class ParallelFlags(PipelineFlags):
     def check(config: VllmConfig) -> None:
         """Raises ConfigError for combinations that cannot work."""
         parallel = config.parallel_config
+        _check_backend(parallel.executor)
         _check_machines(config, parallel)
         if parallel.executor == "uni" and parallel.world_size > 1:
             raise ConfigError(
@@ -158,7 +160,7 @@ class ParallelFlags(PipelineFlags):
         several = parallel.world_size > 1
         executor = "several machines" if parallel.nnodes > 1 else parallel.executor
         return {
-            "executor": [EXECUTORS[executor]] if executor != "uni" else [],
+            "executor": [EXECUTORS.get(executor, OWN_EXECUTOR)] if executor != "uni" else [],
             "runner": [_ROOM + "parallel_model:ParallelModelHook"] * several,
             "core": [_ROOM + "pipeline_core:PipelineEngineCore"] * (parallel.pipeline_parallel_size > 1),
             # before the one that opens the trace
@@ -170,6 +172,17 @@ class ParallelFlags(PipelineFlags):
 def _is_traced(config: Any) -> bool:
     observed = config.observability_config
     return getattr(observed, "trace", None) is not None or getattr(observed, "trace_console", False)
+
+
+def _check_backend(name: str) -> None:
+    """Raises ConfigError for a word that is no backend, and for a class whose module is not there."""
+    if name in BACKENDS:
+        return
+    if not {":", "."} & set(name):
+        raise ConfigError(
+            f"distributed_executor_backend: {name!r} is not one of {', '.join(BACKENDS)}, nor a class of your own, module:Class"
+        )
+    wanted("engine", "check_module", "an executor of your own")(name, "--distributed-executor-backend")
 
 
 def _check_machines(config: Any, parallel: ParallelConfig) -> None:
@@ -215,10 +228,7 @@ def _check_workers(config: Any, parallel: ParallelConfig) -> None:
         raise ConfigError(
             "distributed_executor_backend ray needs Ray, which is not installed: pip install --editable '.[ray]' adds it; mp works without it"
         )
-    if (
-        parallel.executor != "external_launcher"
-        and getattr(config.observability_config, "profiler_dir", None) is not None
-    ):
+    if parallel.executor in ("mp", "ray") and getattr(config.observability_config, "profiler_dir", None) is not None:
         raise ConfigError(
             f"profiler_dir records the engine process, but with distributed_executor_backend {parallel.executor} the model runs in others; "
             "leave out one of the two"

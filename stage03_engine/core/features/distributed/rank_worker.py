@@ -58,7 +58,7 @@ class RankWorker:
         join(mine, init.init_method, init.config)
         self.answers = mine.is_last_stage and mine.tp_rank == 0
         self.config = own_config(init.config, mine, init.num_threads)
-        self.worker = Worker(self.config)
+        self.worker = self.config.chosen("worker", Worker)(self.config)
         self.worker.load_model()
 
     def loaded(self) -> WorkerResult:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 
 from stage03_engine.args.processes import engine_environment, start_process
+from stage03_engine.core.features.distributed.fork_server import ForkedWorker, ForkServer, is_asked_for
 from stagetrace import trace
 
 MODULE = "stage03_engine.core.features.distributed.worker_process"
@@ -31,19 +32,26 @@ class SpawnedWorkers:
 
     def __init__(self, ended: Callable[[str, int], None]) -> None:
         self._ended = ended
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[subprocess.Popen[bytes] | ForkedWorker] = []
+        self._fork_server: ForkServer | None = None
 
     def start(
         self, rank: int, lane: str, environment: dict[str, str], how: str, inherited: tuple[int, ...] = ()
     ) -> None:
         """Start the process of one rank. `how` is its way to the executor (see worker_process.py), `inherited` the descriptors that it gets."""
-        process = start_process(MODULE, how, str(rank), lane, environment=environment, inherited=inherited)
+        process: subprocess.Popen[bytes] | ForkedWorker
+        if is_asked_for():
+            if self._fork_server is None:
+                self._fork_server = ForkServer(environment)
+            process = self._fork_server.start(how, rank, lane, inherited)
+        else:
+            process = start_process(MODULE, how, str(rank), lane, environment=environment, inherited=inherited)
         self._processes.append(process)
         threading.Thread(target=self._watch, args=(process, lane), name=f"watch-{lane}", daemon=True).start()
         if trace.on:
             trace.emit("worker.spawned", lane=lane, pid=process.pid)
 
-    def _watch(self, process: subprocess.Popen[bytes], lane: str) -> None:
+    def _watch(self, process: subprocess.Popen[bytes] | ForkedWorker, lane: str) -> None:
         self._ended(lane, process.wait())
 
     def reap_all(self, patience: float) -> None:
@@ -56,6 +64,8 @@ class SpawnedWorkers:
         for process in self._processes:
             process.kill()
             process.wait()
+        if self._fork_server is not None:
+            self._fork_server.close()
 
     def _reap(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds

@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -23,7 +26,11 @@ logger = logging.getLogger(__name__)
 class TorchProfiler:
     """Writes one file per recording, for Perfetto or chrome://tracing. Raises ConfigError when the folder is unusable."""
 
-    def __init__(self, directory: str | None) -> None:
+    def __init__(
+        self, directory: str | None, options: Mapping[str, Any] = MappingProxyType({}), gzip: bool = True
+    ) -> None:
+        """`options`: of torch.profiler.profile."""
+        self._options, self._suffix = options, ".gz" * gzip
         self._directory = None if directory is None else Path(directory)
         self._running: profile | None = None
         if self._directory is None:
@@ -40,7 +47,7 @@ class TorchProfiler:
         if self._directory is None or self._running is not None:
             return False
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
-        self._running = profile(activities=activities)
+        self._running = profile(activities=activities, **self._options)
         self._running.start()
         if trace.on:
             trace.emit("profiler.started", step=step)
@@ -52,7 +59,7 @@ class TorchProfiler:
         if running is None or self._directory is None:
             return False
         running.stop()
-        path = self._directory / f"engine-{os.getpid()}-{time.time_ns()}.pt.trace.json.gz"
+        path = self._directory / f"engine-{os.getpid()}-{time.time_ns()}.pt.trace.json{self._suffix}"
         try:
             running.export_chrome_trace(str(path))
         except (OSError, RuntimeError) as error:
@@ -68,7 +75,14 @@ class ProfilerHook(SchedulerHook):
 
     def __init__(self, scheduler: Scheduler, config: VllmConfig) -> None:
         super().__init__(scheduler, config)
-        self.profiler = TorchProfiler(config.observability_config.profiler_dir)
+        asked = config.observability_config
+        options = {
+            "with_stack": asked.torch_profiler_with_stack is not False,
+            "record_shapes": bool(asked.torch_profiler_record_shapes),
+            "profile_memory": bool(asked.torch_profiler_with_memory),
+            "with_flops": bool(asked.torch_profiler_with_flops),
+        }
+        self.profiler = TorchProfiler(asked.profiler_dir, options, gzip=asked.torch_profiler_use_gzip is not False)
 
 
 def _hook(core: EngineCore) -> ProfilerHook | None:
