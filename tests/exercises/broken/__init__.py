@@ -56,7 +56,11 @@ def sources(exercise: Exercise) -> dict[ModuleType, list[str]]:
 def with_changes(exercise: Exercise, wrong: Broken, path: Path) -> ModuleType:
     """The reference with the changes, written to `path`. Raises KeyError for a text that does not stand there exactly once."""
     (module, names), *others = [
-        (module, names) for module, names in sources(exercise).items() if module.__name__.endswith(wrong.module)
+        (module, names)
+        for module, names in sources(exercise).items()
+        if module.__name__.endswith(
+            wrong.module or (exercise.own_reference.stem if exercise.own_reference.is_file() else "")
+        )
     ]
     assert not others, f"{wrong.what}: say in which module"
     source = inspect.getsource(module)
@@ -64,7 +68,7 @@ def with_changes(exercise: Exercise, wrong: Broken, path: Path) -> ModuleType:
         if source.count(old) != 1:
             raise KeyError(f"{wrong.what}: stands {source.count(old)} times in {module.__name__}: {old!r}")
         source = source.replace(old, new)
-    if module.__file__ == str(exercise.own_reference) and len(sources(exercise)) == 1:
+    if module.__file__ == str(exercise.own_reference):
         path.write_text(source, encoding="utf-8")
         return load(path)
     impl = reference(exercise)
