@@ -1,5 +1,4 @@
-"""What completions and chats share: check, tokenize, ask, answer (vllm/entrypoints/generate/base/serving.py,
-GenerateBaseServing; in 0.11 OpenAIServing)."""
+"""What completions and chats share: check, tokenize, ask, answer (vllm/entrypoints/generate/base/serving.py, GenerateBaseServing)."""
 
 from __future__ import annotations
 
