@@ -17,7 +17,7 @@
 # | 3 API server | socket, app, state | [`build_app`](../stage02_server/api_server.py) | `entrypoints/openai/api_server.py` |
 # | 4 AsyncLLM | tokenizer, processors, client | [`AsyncLLM`](../stage03_engine/frontend/async_llm.py) | `v1/engine/async_llm.py` |
 # | 5 EngineCore | process, weights, KV cache, loop | [`EngineCoreProc`](../stage03_engine/core/engine_core_proc.py) | `v1/engine/core.py` |
-# | 6 request | validate, template, parameters | [`OpenAIServingCompletion`](../stage02_server/serving_completion.py) | `entrypoints/openai/serving_completion.py` |
+# | 6 request | validate, template, parameters | [`OpenAIServingCompletion`](../stage02_server/serving_completion.py) | `entrypoints/openai/completion/serving.py` |
 # | 7 in | tokenize, register, send | [`AsyncLLM.generate`](../stage03_engine/frontend/async_llm.py) | `v1/engine/async_llm.py` |
 # | 8 execution | schedule, model, sample | [`EngineCore.step`](../stage03_engine/core/engine_core.py) | `v1/engine/core.py` |
 # | 9 out | detokenize, stop strings, chunk | [`OutputProcessor`](../stage03_engine/frontend/output_processor.py) | `v1/engine/output_processor.py` |

@@ -9,7 +9,7 @@
 # | part | here | vLLM |
 # |---|---|---|
 # | entry, lazy subcommands | [`main`](../stage01_cli/main.py), [`COMMANDS`](../stage01_cli/main.py) | `entrypoints/cli/main.py` main, CMD_MODULES |
-# | environment set-up | [`cli_env_setup`](../stage03_engine/args/command.py) | `entrypoints/utils.py` cli_env_setup |
+# | environment set-up | [`cli_env_setup`](../stage03_engine/args/command.py) | `entrypoints/common/startup.py` cli_env_setup |
 # | parser | [`FlexibleArgumentParser`](../stage03_engine/args/parser.py) | `utils` FlexibleArgumentParser |
 # | flags from dataclasses | [`settings_of`](../stage03_engine/args/fields.py), [`add_flags`](../stage03_engine/args/fields.py) | `engine/arg_utils.py` get_kwargs |
 # | order of sources | [`resolve_settings`](../stage03_engine/args/resolve.py) | FlexibleArgumentParser (`--config`), `envs.py` |

@@ -13,7 +13,7 @@
 # | the configuration | [`EngineArgs.create_engine_config`](../stage03_engine/arg_utils.py) | `engine/arg_utils.py` |
 # | application and routes | [`build_app`](../stage02_server/api_server.py), [routes](../stage02_server/routes.py) | build_app, router |
 # | what the routes find | [`init_app_state`](../stage02_server/api_server.py) | init_app_state |
-# | serving, signals | [`serve_http`](../stage02_server/launcher.py) | `entrypoints/launcher.py` serve_http |
+# | serving, signals | [`serve_http`](../stage02_server/launcher.py) | `entrypoints/launchers/launcher.py` serve_http |
 
 # %%
 import time

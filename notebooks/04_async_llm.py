@@ -9,8 +9,8 @@
 # | part | here | vLLM |
 # |---|---|---|
 # | the whole | [`AsyncLLM`](../stage03_engine/frontend/async_llm.py) | `v1/engine/async_llm.py` (AsyncLLMEngine was the older engine) |
-# | tokenizer | [`Tokenizer`](../stage03_engine/frontend/tokenizer.py) | `transformers_utils/tokenizer.py` |
-# | text to request | [`InputProcessor`](../stage03_engine/frontend/input_processor.py) | `v1/engine/processor.py` Processor |
+# | tokenizer | [`Tokenizer`](../stage03_engine/frontend/tokenizer.py) | `tokenizers/registry.py` |
+# | text to request | [`InputProcessor`](../stage03_engine/frontend/input_processor.py) | `v1/engine/input_processor.py` InputProcessor |
 # | outputs to text | [`OutputProcessor`](../stage03_engine/frontend/output_processor.py), [`IncrementalDetokenizer`](../stage03_engine/frontend/detokenizer.py) | `v1/engine/output_processor.py`, `detokenizer.py` |
 # | hand-over to one caller | [`RequestOutputCollector`](../stage03_engine/frontend/output_processor.py) | `v1/engine/output_processor.py` |
 # | the way to the core | [`AsyncMPClient`](../stage03_engine/frontend/core_client.py) | `v1/engine/core_client.py` |

@@ -8,12 +8,12 @@
 # | part | here | vLLM |
 # |---|---|---|
 # | routes | [`create_completion`](../stage02_server/routes.py), [`create_chat_completion`](../stage02_server/routes.py) | `entrypoints/openai/api_server.py` |
-# | the form of a body | [`CompletionRequest`](../stage02_server/protocol.py), [`ChatCompletionRequest`](../stage02_server/protocol.py) | `entrypoints/openai/protocol.py` |
-# | handlers | [`OpenAIServingCompletion`](../stage02_server/serving_completion.py), [`OpenAIServingChat`](../stage02_server/serving_chat.py) | `entrypoints/openai/serving_completion.py`, `serving_chat.py` |
-# | chat template | [`ChatTemplate`](../stage02_server/chat_template.py) | `entrypoints/chat_utils.py` |
+# | the form of a body | [`CompletionRequest`](../stage02_server/protocol.py), [`ChatCompletionRequest`](../stage02_server/protocol.py) | `entrypoints/openai/completion/protocol.py`, `chat_completion/protocol.py` |
+# | handlers | [`OpenAIServingCompletion`](../stage02_server/serving_completion.py), [`OpenAIServingChat`](../stage02_server/serving_chat.py) | `entrypoints/openai/completion/serving.py`, `chat_completion/serving.py` |
+# | chat template | [`ChatTemplate`](../stage02_server/chat_template.py) | `renderers/chat_utils/chat_message.py` |
 # | parameters | [`SamplingParams`](../stage03_engine/sampling_params.py) | `sampling_params.py` |
-# | what only the model's length and vocabulary can tell | [`InputProcessor.process_inputs`](../stage03_engine/frontend/input_processor.py) | `v1/engine/processor.py` |
-# | errors | [`as_api_error`](../stage02_server/errors.py) | `entrypoints/openai/serving_engine.py` create_error_response |
+# | what only the model's length and vocabulary can tell | [`InputProcessor.process_inputs`](../stage03_engine/frontend/input_processor.py) | `v1/engine/input_processor.py` |
+# | errors | [`as_api_error`](../stage02_server/errors.py) | `entrypoints/serve/exception_handling/error_response.py` create_error_response |
 
 # %%
 import json

@@ -13,7 +13,7 @@
 # | part | here | in vLLM (V1) |
 # |---|---|---|
 # | one call per request | [`AsyncLLM.generate`, `AsyncLLM.add_request`](../stage03_engine/frontend/async_llm.py) | `v1/engine/async_llm.py` AsyncLLM |
-# | text to token ids, and every refusal | [`InputProcessor.process_inputs`](../stage03_engine/frontend/input_processor.py) | `v1/engine/processor.py` Processor |
+# | text to token ids, and every refusal | [`InputProcessor.process_inputs`](../stage03_engine/frontend/input_processor.py) | `v1/engine/input_processor.py` InputProcessor |
 # | where outputs wait for their reader | [`RequestOutputCollector`](../stage03_engine/frontend/output_processor.py) | `v1/engine/output_processor.py` RequestOutputCollector |
 # | the client side of the border | [`AsyncMPClient`](../stage03_engine/frontend/core_client.py) | `v1/engine/core_client.py` AsyncMPClient |
 # | what the two sides say | [`EngineCoreRequest`, `EngineCoreOutput`](../stage03_engine/messages.py) | `v1/engine/__init__.py` |

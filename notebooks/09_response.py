@@ -15,7 +15,7 @@
 # | outputs to texts | [`OutputProcessor.process_outputs`](../stage03_engine/frontend/output_processor.py) | `v1/engine/output_processor.py` OutputProcessor |
 # | tokens to safe text | [`IncrementalDetokenizer`](../stage03_engine/frontend/detokenizer.py) | `v1/engine/detokenizer.py` IncrementalDetokenizer |
 # | bytes to characters | [`ByteLevelStream`](../stage03_engine/frontend/tokenizer.py) | `tokenizers` DecodeStream |
-# | chunks and JSON | [`OpenAIServing.answer`](../stage02_server/serving_engine.py), [`OpenAIServingCompletion`](../stage02_server/serving_completion.py) | `entrypoints/openai/serving_completion.py` |
+# | chunks and JSON | [`OpenAIServing.answer`](../stage02_server/serving_engine.py), [`OpenAIServingCompletion`](../stage02_server/serving_completion.py) | `entrypoints/openai/completion/serving.py` |
 
 # %%
 import http.client

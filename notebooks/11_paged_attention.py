@@ -531,7 +531,7 @@ lab.compare(wastes_least=min(wasted, key=wasted.get))
 # >   kernels know nothing of that: in the random batches above block 0 is one like any other.)
 # > - *"Copy blocks for beam search"*, *"Swap to CPU when GPU full"* (*REST API to Inference*, block-wise cache). That was the older engine. In V1, block
 # >   tables are append-only and shared blocks are found by the hash of their tokens; beam search is a client like any other
-# >   (`frontend/features/beam_search.py`), and a preempted request is computed again. Swapping exists here as an option, to compare
+# >   (`frontend/features/beam_search/beam_search.py`), and a preempted request is computed again. Swapping exists here as an option, to compare
 # >   (`--preemption-mode swap`).
 # > - *Block-wise cache and "Flash Attention" are two optimizations side by side* (*REST API to Inference*, optimizations 3 and 4), and elsewhere even alternatives. They answer
 # >   different questions. Paging says where keys and values lie; FlashAttention says in which order softmax is computed. A kernel can do both, and vLLM's does.

@@ -1,6 +1,7 @@
 """Make the notebooks: execute each source (jupytext `py:percent`) and write the .ipynb beside it, with its outputs.
 
-`python notebooks/build.py` makes all, `python notebooks/build.py 00 05` makes some. `make notebooks-build` runs this.
+`python notebooks/build.py` makes all, `python notebooks/build.py 00 05` makes some. `make notebooks-build` runs this. The glossary's
+page and the lines of the map's links are made each time; `python notebooks/build.py MAP` makes nothing else.
 
 A source begins with a markdown cell whose first line is the title; the set-up cell is added after it. A notebook in which a claim does
 not hold is not written. What may change from run to run, beyond what the cells print, is left out: cell ids count up, there are
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import glossary
 import jupytext
+import map_lines
 import nbformat
 from lab import NOT_HERE
 from nbclient import NotebookClient
@@ -134,6 +136,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NN", help="beginnings of names; all if not given")
     names = parser.parse_args().names
     glossary.PAGE.write_text(glossary.page(), encoding="utf-8")
+    map_lines.write()
     os.environ["PYTHONHASHSEED"] = "0"  # the same outputs each time
     for path in sources():
         if not names or path.name.startswith(tuple(names)):

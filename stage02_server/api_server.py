@@ -1,4 +1,4 @@
-"""Start the API server: socket, engine, application, HTTP, in this order (vllm/entrypoints/openai/api_server.py).
+"""Start the API server: socket, engine, application, HTTP, in this order (vllm/entrypoints/launchers: app.py, launcher.py, api_server/entry.py).
 
 The application asks for its parts by seam, and imports a feature only if it is on.
 The web framework is imported inside functions: while this process imports it, the engine process loads the model.

@@ -1,4 +1,4 @@
-"""Messages in, one prompt out (vllm/entrypoints/chat_utils.py).
+"""Messages in, one prompt out (vllm/renderers/chat_utils/chat_message.py).
 
 GPT-2 has no chat template: its prompt is the contents of the messages, joined into one text. (vLLM
 refuses to chat with such a model.) A template, from `--chat-template`, the model or the request, is rendered by a feature.

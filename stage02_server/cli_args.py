@@ -1,6 +1,6 @@
 """The arguments of `serve`: those of the engine and of the HTTP server, parsed and resolved together.
 
-`stages serve` and `python -m stage02_server serve` share them. Source: vllm/entrypoints/openai/cli_args.py (FrontendArgs,
+`stages serve` and `python -m stage02_server serve` share them. Source: vllm/entrypoints/common/cli_args.py (FrontendArgs,
 make_arg_parser, validate_parsed_serve_args). Imports no web framework.
 """
 

@@ -1,4 +1,4 @@
-"""Refusals over HTTP: one error object, made in one place (vllm/entrypoints/openai/serving_engine.py, create_error_response).
+"""Refusals over HTTP: one error object, made in one place (vllm/entrypoints/serve/exception_handling/error_response.py, create_error_response).
 
     {"error": {"message": "...", "type": "BadRequestError", "param": "max_tokens", "code": 400}}
 

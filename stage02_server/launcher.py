@@ -1,4 +1,4 @@
-"""Serve an application until a signal comes or the engine dies (vllm/entrypoints/launcher.py, serve_http).
+"""Serve an application until a signal comes or the engine dies (vllm/entrypoints/launchers/launcher.py, serve_http).
 
 HTTP is up while the engine loads and while the last requests finish; `lifecycle.py` has the states that /health reports.
 

@@ -1,4 +1,4 @@
-"""The shapes of requests (vllm/entrypoints/openai/protocol.py); those of answers are in protocol_response.py.
+"""The shapes of requests (vllm/entrypoints/openai: completion/protocol.py, chat_completion/protocol.py); those of answers are in protocol_response.py.
 
 pydantic checks the form of a request. Unknown fields are ignored, as in vLLM, except those that are listed as
 refused: ignoring one of these would silently give a different answer from the one that was asked for. A feature declares

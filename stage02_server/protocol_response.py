@@ -1,4 +1,4 @@
-"""The shapes of answers (vllm/entrypoints/openai/protocol.py); those of requests are in protocol.py."""
+"""The shapes of answers (vllm/entrypoints/openai: completion/protocol.py, chat_completion/protocol.py); those of requests are in protocol.py."""
 
 from __future__ import annotations
 

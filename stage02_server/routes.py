@@ -1,4 +1,4 @@
-"""The routes: parse, hand to a handler, answer (vllm/entrypoints/openai/api_server.py, `router`); and those that wait for a request."""
+"""The routes: parse, hand to a handler, answer (vllm/entrypoints/openai/completion/api_router.py and its like); and those that wait for a request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions (vllm/entrypoints/openai/serving_chat.py, OpenAIServingChat)."""
+"""POST /v1/chat/completions (vllm/entrypoints/openai/chat_completion/serving.py, OpenAIServingChat)."""
 
 from __future__ import annotations
 

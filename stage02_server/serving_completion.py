@@ -1,4 +1,4 @@
-"""POST /v1/completions (vllm/entrypoints/openai/serving_completion.py, OpenAIServingCompletion)."""
+"""POST /v1/completions (vllm/entrypoints/openai/completion/serving.py, OpenAIServingCompletion)."""
 
 from __future__ import annotations
 

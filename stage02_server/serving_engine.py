@@ -1,4 +1,4 @@
-"""What completions and chats share: check, tokenize, ask, answer (vllm/entrypoints/openai/serving_engine.py, OpenAIServing)."""
+"""What completions and chats share: check, tokenize, ask, answer (vllm/entrypoints/generate/base/serving.py, GenerateBaseServing)."""
 
 from __future__ import annotations
 

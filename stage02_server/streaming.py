@@ -1,4 +1,4 @@
-"""Work that stops when its client leaves; answers as JSON or server-sent events (vllm/entrypoints/utils.py, with_cancellation).
+"""Work that stops when its client leaves; answers as JSON or server-sent events (vllm/entrypoints/serve/utils/api_utils.py, with_cancellation).
 
 Work that would block the event loop, and with it all other streams, runs in a fixed number of threads.
 """

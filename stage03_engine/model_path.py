@@ -1,4 +1,4 @@
-"""Find a model's files by name, and read its shape (vllm/transformers_utils/config.py and repo_utils.py; weight_utils.py).
+"""Find a model's files by name, and read its shape (vllm/transformers_utils/config.py and repo_utils.py; model_executor/model_loader/weight_utils.py).
 
 Order: a folder, the bundled models, the Hugging Face cache, the Hugging Face hub. Imports neither torch nor
 transformers.

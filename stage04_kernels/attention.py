@@ -1,5 +1,5 @@
 """Attention backends by name, and what they must know about a batch (vLLM: the backend selector in
-attention/selector.py; FlashAttentionMetadata in v1/attention/backends/flash_attn.py).
+v1/attention/selector.py; FlashAttentionMetadata in v1/attention/backends/flash_attn.py).
 
 A model names no backend. It asks `get_backend` once and calls what it gets in every layer. A new implementation is one more
 row of BACKENDS, or a user's own `module:function`. This file imports no torch, so that a command line can check names.

@@ -34,7 +34,6 @@ STAGES = ("stage01_cli", "stage02_server", "stage03_engine", "stage04_kernels")
 READMES = sorted(
     [*ROOT.glob("*.md"), *ROOT.glob("stage0*/**/*.md"), *ROOT.glob("trace/*.md"), *ROOT.glob("tests/**/*.md")]
 )
-MAP = ROOT / "notebooks/MAP.md"
 REFUSED = ROOT / "stage03_engine/args/features/refused_flags/refused.toml"
 
 
@@ -268,14 +267,3 @@ def test_every_file_is_named_in_a_readme(folder: str) -> None:
 @pytest.mark.parametrize(("readme", "most"), [("README.md", 130), *((f"{stage}/README.md", 150) for stage in STAGES)])
 def test_the_front_door_is_short(readme: str, most: int) -> None:
     assert len((ROOT / readme).read_text(encoding="utf-8").splitlines()) <= most
-
-
-def test_files_named_in_the_map_exist() -> None:
-    for row in MAP.read_text(encoding="utf-8").splitlines():
-        cells = row.split("|")
-        if len(cells) == 5:
-            folder = None
-            for name in re.findall(r"`([\w./*]+\.py)`", cells[2]):
-                path = name if name.startswith("stage") else f"{folder}/{name}"
-                folder = folder or os.path.dirname(name)
-                assert list(ROOT.glob(path)), f"{name} in: {row}"

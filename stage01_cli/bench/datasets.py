@@ -1,4 +1,4 @@
-"""What the benchmarks send: prompts with a number of tokens to generate (vllm/benchmarks/datasets.py)."""
+"""What the benchmarks send: prompts with a number of tokens to generate (vllm/benchmarks/datasets/datasets.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a benchmark reports: lines on the screen, and JSON with vLLM's keys (vllm/benchmarks/serve.py, lib/utils.py)."""
+"""What a benchmark reports: lines on the screen, and JSON with vLLM's keys (vllm/benchmarks/serve.py, vllm/benchmarks/lib/utils.py)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What every command does around its own work: environment, parser, dispatch, errors to exit codes.
 
-Source: vllm/entrypoints/utils.py, vllm/entrypoints/cli/main.py and types.py (CLISubcommand).
+Source: vllm/entrypoints/common/startup.py, vllm/entrypoints/cli/main.py and types.py (CLISubcommand).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What to do about an unknown name: a flag, a key, a field of a request, a variable (vllm/envs.py, validate_environ).
+"""What to do about an unknown name: a flag, a key, a field of a request, a variable (vllm/platforms/interface.py, validate_environ).
 
 It may belong to a feature that is not installed. Then it is refused: a protection must never be dropped silently.
 """

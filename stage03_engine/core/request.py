@@ -1,4 +1,4 @@
-"""A request inside the engine core, and the queue it waits or runs in (vllm/v1/request.py, core/sched/request_queue.py)."""
+"""A request inside the engine core, and the queue it waits or runs in (vllm/v1/request.py, vllm/v1/core/sched/request_queue.py)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Prompt in, EngineCoreRequest out: tokenization, and the checks that need the model's limits.
 
-Source: vllm/v1/engine/processor.py (Processor; InputProcessor in later versions).
+Source: vllm/v1/engine/input_processor.py (InputProcessor; Processor in 0.11).
 """
 
 from __future__ import annotations

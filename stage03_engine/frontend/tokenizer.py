@@ -2,7 +2,7 @@
 
 Byte-level vocabularies (GPT-2, Llama 3, Qwen) are built in; another decoder is loaded by its lazy name. This needs only
 `tokenizers`: importing transformers would bring torch into the API process (hundreds of megabytes, seconds).
-Source: vllm/transformers_utils/tokenizer.py.
+Source: vllm/tokenizers/registry.py (init_tokenizer_from_configs in 0.11).
 """
 
 from __future__ import annotations

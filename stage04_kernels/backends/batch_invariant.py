@@ -1,4 +1,4 @@
-"""Arithmetic that does not depend on the batch (vLLM: VLLM_BATCH_INVARIANT, model_executor/layers/batch_invariant.py).
+"""Arithmetic that does not depend on the batch (vLLM: VLLM_BATCH_INVARIANT, model_executor/determinism/batch_invariant.py).
 
 Floating-point sums depend on their order, and fast kernels choose the order by the shape of the batch. So a token's logits
 change in their last bits with the rest of the batch. Two rules prevent that. Every call has the same number of rows, ROWS, so

@@ -153,4 +153,20 @@ def my_metrics(requests, duration, ttft_ms, tpot_ms):
 """,
         "the time per output token counts the first one too",
     ),
+    "15_check_a_document": Answer(
+        """
+def napkin(shape, requests, tokens, size):
+    h = shape.hidden_size
+    layer = 4 * (h * h + h) + (h * 4 * h + 4 * h) + (4 * h * h + h) + 4 * h
+    weights = (shape.vocab_size + shape.max_position_embeddings) * h + shape.num_layers * layer + 2 * h
+    per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
+    return weights * size, per_token * size * requests * -(-tokens // 16) * 16
+""",
+        """
+def napkin(shape, requests, tokens, size):
+    weights, cache = real(next(name for name, one in SHAPES.items() if one == shape), requests, 1024, size)
+    return weights, cache * tokens // 1024
+""",
+        "it forgets that a block is whole",
+    ),
 }

@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT / "notebooks"))
 import build  # noqa: E402
 import glossary  # noqa: E402
 import lab  # noqa: E402
+import map_lines  # noqa: E402
 
 SOURCES = build.sources()
 EACH = pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
@@ -162,24 +163,6 @@ def test_without_the_project_the_first_cell_says_what_to_install(monkeypatch: py
         exec(build.SETUP, {})
 
 
-def defined(path: Path) -> set[str]:
-    """`Class`, `function`, `Class.method` and module constants of a Python file."""
-    names = set()
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            names.add(node.name)
-        if isinstance(node, ast.ClassDef):
-            inner = [n for n in node.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
-            names |= {f"{node.name}.{n.name}" for n in inner}
-            fields = [n.target for n in node.body if isinstance(n, ast.AnnAssign)]
-            names |= {f"{node.name}.{ast.unparse(target)}" for target in fields}
-        targets = (
-            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-        )
-        names |= {ast.unparse(target) for target in targets}
-    return names
-
-
 def broken_links(text: str, folder: Path) -> list[str]:
     """Links to files that do not exist, and names in link texts that the linked Python file does not define."""
     broken = []
@@ -192,7 +175,9 @@ def broken_links(text: str, folder: Path) -> list[str]:
         elif path.suffix == ".py":
             names = re.findall(r"`([A-Za-z_][\w.]*)(?:\(\))?`", label)
             broken += [
-                f"{name} in {target}" for name in names if not name.endswith(".py") and name not in defined(path)
+                f"{name} in {target}"
+                for name in names
+                if not name.endswith(".py") and name not in map_lines.definitions(path)
             ]
     return broken
 
@@ -204,8 +189,28 @@ def test_links_lead_to_what_exists(source: Path) -> None:
     assert not broken_links(text, build.FOLDER)
 
 
-def test_links_of_the_readme_lead_to_what_exists() -> None:
-    assert not broken_links((build.FOLDER / "README.md").read_text(encoding="utf-8"), build.FOLDER)
+@pytest.mark.parametrize("page", [build.FOLDER / "README.md", *map_lines.PAGES], ids=lambda path: path.name)
+def test_links_of_a_page_lead_to_what_exists(page: Path) -> None:
+    assert not broken_links(page.read_text(encoding="utf-8"), page.parent)
+
+
+@pytest.mark.parametrize("page", map_lines.PAGES, ids=lambda path: path.name)
+def test_the_maps_links_lead_to_the_line(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert text.count(".py#L") > 30
+    assert text == map_lines.lined(text, page.parent), "code has moved; run: make notebooks-build ARGS=MAP"
+
+
+def test_a_line_that_has_moved_is_noticed(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("x: int = 1\n\n\nclass A:\n    y: int\n\n    async def b(self): ...\n")
+    right = "[`A.b`](a.py#L7) [`A.y`](a.py#L5) [`x`](a.py#L1) [`gone`](a.py) [`A`](b.py) [`a.py`](a.py)"
+    assert map_lines.lined(re.sub(r"#L\d", "#L3", right), tmp_path) == right
+    assert map_lines.lined(right.replace("#L1", ""), tmp_path) == right
+
+
+def test_each_description_has_its_page() -> None:
+    linked = re.findall(r"\]\((map/\w+\.md)\) \|$", map_lines.PAGES[0].read_text(encoding="utf-8"), re.M)
+    assert [f"map/{path.name}" for path in map_lines.PAGES[1:]] == sorted(linked) and len(linked) == len(DESCRIPTIONS)
 
 
 def test_a_broken_link_is_noticed() -> None:

@@ -1,4 +1,4 @@
-"""`--enable-log-requests`: a log line per prompt (vllm/entrypoints/logger.py, RequestLogger)."""
+"""`--enable-log-requests`: a log line per prompt (vllm/entrypoints/serve/utils/request_logger.py, RequestLogger)."""
 
 from __future__ import annotations
 

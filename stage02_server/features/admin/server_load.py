@@ -1,4 +1,4 @@
-"""The number of requests in progress, for `/load` (vllm/entrypoints/utils.py, load_aware_call)."""
+"""The number of requests in progress, for `/load` (vllm/entrypoints/serve/utils/api_utils.py, load_aware_call)."""
 
 from __future__ import annotations
 

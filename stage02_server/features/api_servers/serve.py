@@ -1,4 +1,4 @@
-"""One of several API servers: a process that the launcher starts (vllm/entrypoints/openai/api_server.py, run_server_worker).
+"""One of several API servers: a process that the launcher starts (vllm/entrypoints/launchers/api_server/entry.py, run_server_worker).
 
 Standard input is a socket to the launcher. Signals do not reach this process (see `signals_are_ours`); the launcher tells it to end.
 """

@@ -1,4 +1,4 @@
-"""From an uploaded file to the sound that Whisper hears (vllm/entrypoints/openai/speech_to_text.py).
+"""From an uploaded file to the sound that Whisper hears (vllm/entrypoints/speech_to_text/base/utils.py).
 
 libsndfile decodes (WAV, FLAC, OGG, MP3, ...); the rest is numpy. A small file can hold hours of sound, so both work block by block:
 memory depends on the size of a block, and time on the limits. Runs in a process of its own (process.py).

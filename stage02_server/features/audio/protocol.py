@@ -1,4 +1,4 @@
-"""The form fields and answers of /v1/audio (vllm/entrypoints/openai/protocol.py, TranscriptionRequest)."""
+"""The form fields and answers of /v1/audio (vllm/entrypoints/speech_to_text/transcription/protocol.py, TranscriptionRequest)."""
 
 from __future__ import annotations
 

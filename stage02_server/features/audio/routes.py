@@ -1,4 +1,4 @@
-"""The routes about sound (vllm/entrypoints/openai/speech_to_text/api_router.py)."""
+"""The routes about sound (vllm/entrypoints/speech_to_text/transcription/api_router.py)."""
 
 from __future__ import annotations
 

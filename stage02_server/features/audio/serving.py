@@ -1,4 +1,4 @@
-"""POST /v1/audio/transcriptions and /translations (vllm/entrypoints/openai/serving_transcription.py, OpenAISpeechToText).
+"""POST /v1/audio/transcriptions and /translations (vllm/entrypoints/speech_to_text/base/serving.py, OpenAISpeechToText).
 
 Long audio is cut into pieces of at most 30 seconds. Each is a request of the engine whose prompt is a row of Whisper's own
 tokens: which language is spoken, whether to write it down or to translate it into English, and whether to say when.

@@ -1,4 +1,4 @@
-"""From Whisper's tokens to timed segments, words, and subtitles (vllm/entrypoints/openai/speech_to_text,
+"""From Whisper's tokens to timed segments, words, and subtitles (vllm/entrypoints/speech_to_text/base/serving.py,
 _get_verbose_segments; openai/whisper, whisper/timing.py for the words)."""
 
 from __future__ import annotations

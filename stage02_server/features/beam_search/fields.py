@@ -1,4 +1,4 @@
-"""The request fields of beam search (vllm/entrypoints/openai/protocol.py, BeamSearchParams)."""
+"""The request fields of beam search (vllm/sampling_params.py, BeamSearchParams)."""
 
 from __future__ import annotations
 

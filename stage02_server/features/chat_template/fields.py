@@ -1,4 +1,4 @@
-"""The request fields that a Jinja chat template gets (vllm/entrypoints/openai/protocol.py)."""
+"""The request fields that a Jinja chat template gets (vllm/entrypoints/openai/chat_completion/protocol.py)."""
 
 from __future__ import annotations
 

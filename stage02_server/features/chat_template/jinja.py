@@ -1,4 +1,4 @@
-"""Chat templates in Jinja: from `--chat-template`, the model, or the request (vllm/entrypoints/chat_utils.py)."""
+"""Chat templates in Jinja: from `--chat-template`, the model, or the request (vllm/renderers/hf.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages as chat templates see them (vllm/entrypoints/chat_utils.py, parse_chat_messages)."""
+"""Messages as chat templates see them (vllm/renderers/chat_utils/chat_message.py, parse_chat_messages)."""
 
 from __future__ import annotations
 

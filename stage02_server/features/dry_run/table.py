@@ -1,6 +1,6 @@
 """The table of `serve --dry-run`: every setting, its value, and where that came from; and the memory of a start.
 
-vLLM logs only the arguments that differ from their defaults (entrypoints/utils.py, log_non_default_args).
+vLLM logs only the arguments that differ from their defaults (entrypoints/common/startup.py, log_non_default_args).
 """
 
 from __future__ import annotations

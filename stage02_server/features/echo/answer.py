@@ -1,4 +1,4 @@
-"""Answers that begin with their prompt (vllm/entrypoints/openai/serving_completion.py, `echo`)."""
+"""Answers that begin with their prompt (vllm/entrypoints/openai/completion/serving.py, `echo`)."""
 
 from __future__ import annotations
 

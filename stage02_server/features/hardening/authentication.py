@@ -1,4 +1,4 @@
-"""Who may ask: `--api-key` (vllm/entrypoints/openai/api_server.py, AuthenticationMiddleware).
+"""Who may ask: `--api-key` (vllm/entrypoints/serve/middleware/authenticate.py, AuthenticationMiddleware).
 
 vLLM closes what begins with /v1 and leaves all else open. Here a short list is open and everything else is closed,
 so that a new route is not left open by oversight.

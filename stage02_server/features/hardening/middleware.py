@@ -1,4 +1,4 @@
-"""Layers around every request that flags switch on (vllm/entrypoints/openai/api_server.py, build_app).
+"""Layers around every request that flags switch on (vllm/entrypoints/launchers/app.py, build_app).
 
 api_server.py lists all layers in their order.
 """

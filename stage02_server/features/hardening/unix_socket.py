@@ -1,4 +1,4 @@
-"""`--uds`: a Unix socket to listen on instead of a port (vllm/entrypoints/openai/api_server.py, create_server_unix_socket)."""
+"""`--uds`: a Unix socket to listen on instead of a port (vllm/entrypoints/launchers/launcher.py, create_server_unix_socket)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Logprobs in OpenAI's shapes.
 
-Source: vllm/entrypoints/openai/serving_completion.py (_create_completion_logprobs), serving_chat.py (_create_chat_logprobs).
+Source: vllm/entrypoints/openai/completion/serving.py (_create_completion_logprobs),
+vllm/entrypoints/openai/chat_completion/serving.py (_create_chat_logprobs).
 """
 
 from __future__ import annotations

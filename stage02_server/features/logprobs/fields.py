@@ -1,4 +1,4 @@
-"""The request fields that ask for log-probabilities, and those of the answers that hold them (vllm/entrypoints/openai/protocol.py)."""
+"""The request fields that ask for log-probabilities, and those of the answers that hold them (vllm/entrypoints/openai/completion/protocol.py)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""One message while it is made: engine outputs in, Anthropic's events out, in Anthropic's order (vllm/entrypoints/
-anthropic/serving.py, message_stream_converter). A whole answer takes the same path, and its events are dropped.
+"""One message while it is made: engine outputs in, Anthropic's events out, in Anthropic's order
+(vllm/entrypoints/anthropic/serving.py, message_stream_converter). A whole answer takes the same path, and its events are dropped.
 
     message_start, for each block (content_block_start, content_block_delta ..., content_block_stop), message_delta, message_stop
 """

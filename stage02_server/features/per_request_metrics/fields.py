@@ -1,4 +1,4 @@
-"""The field `metrics` of answers (vllm/entrypoints/openai/protocol.py)."""
+"""The field `metrics` of answers (vllm/entrypoints/openai/completion/protocol.py)."""
 
 from __future__ import annotations
 

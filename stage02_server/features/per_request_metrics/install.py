@@ -1,4 +1,4 @@
-"""`--enable-per-request-metrics` (vllm/entrypoints/openai/protocol.py)."""
+"""`--enable-per-request-metrics` (vllm/entrypoints/openai/completion/protocol.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests and answers that are about vectors (vllm/entrypoints/pooling: embed, pooling, score/protocol.py)."""
+"""Requests and answers that are about vectors (vllm/entrypoints/pooling: embed, pooling, scoring/protocol.py)."""
 
 from __future__ import annotations
 

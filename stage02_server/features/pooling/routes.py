@@ -1,4 +1,4 @@
-"""The routes about vectors and classes (vllm/entrypoints/pooling: embed, pooling, classify, score/api_router.py)."""
+"""The routes about vectors and classes (vllm/entrypoints/pooling: embed, pooling, classify, scoring/api_router.py)."""
 
 from __future__ import annotations
 

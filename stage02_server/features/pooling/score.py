@@ -1,4 +1,4 @@
-"""POST /score and /rerank (vllm/entrypoints/pooling/score, ServingScores): how well texts fit each other.
+"""POST /score and /rerank (vllm/entrypoints/pooling/scoring/serving.py, ServingScores): how well texts fit each other.
 
 A model with one class is a cross-encoder: it reads both texts as one prompt, and what it says of the class is the score. The
 tokenizer joins them, or the template of `--chat-template` with a query and a document as its messages (never the model's own,

@@ -1,4 +1,4 @@
-"""The log-probabilities of the prompt in vLLM's shape (vllm/entrypoints/openai/protocol.py, prompt_logprobs)."""
+"""The log-probabilities of the prompt in vLLM's shape (vllm/entrypoints/openai/completion/protocol.py, prompt_logprobs)."""
 
 from __future__ import annotations
 

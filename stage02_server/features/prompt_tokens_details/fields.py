@@ -1,4 +1,4 @@
-"""The field `prompt_tokens_details` of the usage (vllm/entrypoints/openai/protocol.py, PromptTokenUsageInfo)."""
+"""The field `prompt_tokens_details` of the usage (vllm/entrypoints/serve/engine/protocol.py, PromptTokenUsageInfo)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`--enable-prompt-tokens-details`: what the prefix cache held, in the usage (vllm/entrypoints/openai/serving_engine.py).
+"""`--enable-prompt-tokens-details`: what the prefix cache held, in the usage (vllm/entrypoints/openai/chat_completion/serving.py).
 
 Without the flag nobody is told: the number reveals what was asked before, perhaps by somebody else.
 """

@@ -1,4 +1,4 @@
-"""What the Responses API calls text, for clients that send its parts to a chat (vllm/entrypoints/chat_utils.py, MM_PARSER_MAP)."""
+"""What the Responses API calls text, for clients that send its parts to a chat (vllm/renderers/chat_utils/chat_message.py, MM_PARSER_MAP)."""
 
 from __future__ import annotations
 

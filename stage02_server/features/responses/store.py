@@ -1,4 +1,4 @@
-"""The responses that can be retrieved, in memory and bounded (vllm/entrypoints/openai/responses/store.py; there the store
+"""The responses that can be retrieved, in memory and bounded (vllm/entrypoints/openai/responses/serving.py, response_store; there the store
 is unbounded and therefore off by default)."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The request field `stream_options`: the number of tokens in streams (vllm/entrypoints/openai/protocol.py, StreamOptions)."""
+"""The request field `stream_options`: the number of tokens in streams (vllm/entrypoints/generate/base/protocol.py, StreamOptions)."""
 
 from __future__ import annotations
 

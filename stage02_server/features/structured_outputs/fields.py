@@ -1,5 +1,5 @@
 """The request fields of structured output: OpenAI's `response_format`, vLLM's `structured_outputs` and its older `guided_*`
-(vllm/entrypoints/openai/protocol.py).
+(vllm/entrypoints/openai/completion/protocol.py).
 """
 
 from __future__ import annotations

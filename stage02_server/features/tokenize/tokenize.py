@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize (vllm/entrypoints/serve/tokenize, OpenAIServingTokenization)."""
+"""/tokenize and /detokenize (vllm/entrypoints/serve/tokenize/serving.py, ServingTokenization)."""
 
 from __future__ import annotations
 

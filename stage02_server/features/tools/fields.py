@@ -1,4 +1,4 @@
-"""The request fields of tool calling: which tools there are, and which must be called (vllm/entrypoints/openai/protocol.py)."""
+"""The request fields of tool calling: which tools there are, and which must be called (vllm/entrypoints/openai/chat_completion/protocol.py)."""
 
 from __future__ import annotations
 

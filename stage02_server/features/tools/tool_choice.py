@@ -1,4 +1,4 @@
-"""Which tools may be called, and which must be (vllm/entrypoints/openai/protocol.py, check_tool_usage; vllm/tool_parsers/utils.py).
+"""Which tools may be called, and which must be (vllm/entrypoints/openai/chat_completion/protocol.py, check_tool_usage; vllm/tool_parsers/utils.py).
 
 A tool that must be called is structured output: the grammar allows nothing else. So every model can do it, even
 one that has never seen a tool.

@@ -1,6 +1,6 @@
 """Requests for vectors instead of text: their tokenization and checks, and `LLM.encode`.
 
-Source: vllm/v1/engine/processor.py (Processor with PoolingParams), vllm/entrypoints/llm.py (LLM.encode).
+Source: vllm/v1/engine/input_processor.py (InputProcessor with PoolingParams), vllm/entrypoints/llm.py (LLM.encode).
 """
 
 from __future__ import annotations

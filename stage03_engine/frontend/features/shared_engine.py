@@ -3,7 +3,7 @@
 The launcher (stage02_server/features/api_servers) starts the engine and shakes hands with it. Each API server has a socket to the
 launcher, and hears over it what the handshake said, when the engine ends, and where to find the one that takes its place. Orders and reports are
 lines of JSON.
-Source: vllm/v1/engine/core_client.py (client_addresses), vllm/v1/engine/utils.py (APIServerProcessManager).
+Source: vllm/v1/engine/core_client.py (client_addresses), vllm/v1/utils.py (APIServerProcessManager).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Paged attention for CPUs, compiled (vLLM: csrc/cpu/attention.cpp and its paged attention for CPUs).
+"""Paged attention for CPUs, compiled (vLLM: csrc/cpu/cpu_attn.cpp and its paged attention for CPUs).
 
 Each block of keys and values is read where it lies; nothing is gathered or padded, and no matrix of scores is made. A row's
 result does not depend, in any bit, on the batch or on how its prompt was cut into chunks. native.cpp says how.

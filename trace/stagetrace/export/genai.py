@@ -1,5 +1,5 @@
 """What the attributes of a request's span are called, in one place: the names change from one version of OpenTelemetry's
-semantic conventions to the next, and vLLM has its own (vllm/tracing.py, SpanAttributes). Each is written under all its names."""
+semantic conventions to the next, and vLLM has its own (vllm/tracing/utils.py, SpanAttributes). Each is written under all its names."""
 
 from __future__ import annotations
 

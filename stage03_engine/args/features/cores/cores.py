@@ -1,4 +1,4 @@
-"""Which hardware threads share a core, and how much of the cores a container may use (vllm/v1/worker/cpu_worker.py, _get_autobind_cpu_ids).
+"""Which hardware threads share a core, and how much of the cores a container may use (vllm/utils/ompmultiprocessing.py, _get_autobind_cpu_ids).
 
 Every function takes the root of the file system, so that a test can show it another machine.
 """

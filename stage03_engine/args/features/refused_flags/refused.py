@@ -1,7 +1,7 @@
 """vLLM's flags and request fields that are not supported here: each is refused, except at the value that asks for nothing.
 
 refused.toml lists them all, in a notation that it explains. This module is imported only for an unknown flag, config file key or
-request field (vllm/engine/arg_utils.py, cli_args.py).
+request field (vllm/engine/arg_utils.py, vllm/entrypoints/common/cli_args.py).
 """
 
 from __future__ import annotations

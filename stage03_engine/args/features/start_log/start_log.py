@@ -1,4 +1,4 @@
-"""The first lines of the log: what is started, and with what (vllm/entrypoints/utils.py, log_non_default_args)."""
+"""The first lines of the log: what is started, and with what (vllm/entrypoints/common/startup.py, log_non_default_args)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`--distributed-executor-backend ray`: a Ray actor per worker (vllm/v1/executor/ray_executor.py, RayDistributedExecutor).
+"""`--distributed-executor-backend ray`: a Ray actor per worker (vllm/v1/executor/ray_executor_v2.py).
 
 Ray chooses the node, starts the processes and notices their end. All actors of an engine are in one placement group on one node
 (STRICT_PACK): workers exchange tensors in every layer, and a network between them would cost more than a second GPU gains. RAY_ADDRESS

@@ -1,6 +1,6 @@
 """CPU memory for the keys and values of preempted requests (`--preemption-mode swap`).
 
-vLLM V1 only recomputes; swapping is what its first engine did (vllm/core/block_manager.py, swap_out and swap_in). Plain
+vLLM V1 only recomputes; swapping is what its first engine did (vllm/core/block_manager.py (0.10), swap_out and swap_in). Plain
 Python, no tensors: the worker does the copying.
 """
 

@@ -1,7 +1,7 @@
 """Beam search on top of the engine: the engine only returns the likely next tokens of some sequences.
 
 Each step sends one request per beam: its whole sequence, one token of output, and the 2 x beam_width most likely candidates.
-Results are those of transformers' `generate(num_beams=...)`. vLLM: entrypoints/llm.py and openai/serving_engine.py,
+Results are those of transformers' `generate(num_beams=...)`. vLLM: entrypoints/generate/beam_search/offline.py and online.py,
 `beam_search`, which scores by other rules.
 """
 
