@@ -167,6 +167,29 @@ print(f"slots with keys in layer 0: {before} before, {after} after")
 print("by hand equals model(...), bit for bit:", torch.equal(hidden, whole))
 
 # %% [markdown]
+# Is it GPT-2? Hugging Face's transformers has its own model code. It reads the same files, and gets each request's tokens by themselves, without a cache,
+# blocks or neighbours. The last row of each request tells most: it has seen all the others.
+
+# %%
+from transformers import AutoModelForCausalLM, logging
+
+from stage03_engine.model_path import resolve_model
+
+logging.disable_progress_bar()
+theirs = AutoModelForCausalLM.from_pretrained(resolve_model("gpt2-tiny").model_path, dtype=torch.float32).eval()
+ours = model.compute_logits(whole)  # all rows, not only those that are sampled
+differences, begin = {}, 0
+for name, count in first.num_scheduled_tokens.items():
+    rows = slice(begin, begin + count)
+    reference = theirs(inputs.input_ids[rows][None].long()).logits[0]  # [count, vocab_size]
+    differences[name] = (ours[rows] - reference).abs().max().item()
+    same = ours[rows].argmax(-1).tolist() == reference.argmax(-1).tolist()
+    print(f"request {name}: {count} rows of logits, up to {reference.abs().max():.1f}; largest difference {differences[name]:.1e};",
+          f"the same token is the likeliest in each: {same}")  # fmt: skip
+    begin += count
+lab.claim("the logits are those of transformers", max(differences.values()) < 1e-3)
+
+# %% [markdown]
 # ## The sampler, transform by transform
 #
 # The order is rules (bias, penalties, masks), temperature, min-p, top-k, top-p, then one draw. Each transform takes logits and

@@ -22,9 +22,19 @@ from stage02_server.features.chat_template.process import _words
 from stage02_server.features.hardening.process import ADDRESS
 from stage02_server.features.sampling.fields import INTEGER
 from stage02_server.features.tools.answer_parser import AnswerParser
+from stage02_server.features.tools.call_scanner import _HEAD
+from stage02_server.features.tools.fields import ToolParam
 from stage02_server.features.tools.pieces import _STEP, pieces
-from stage02_server.features.tools.reasoning_parsers import DeepSeekR1Parser
-from stage02_server.features.tools.tool_parsers import _HEAD, HermesToolParser, NamedToolParser, RequiredToolParser
+from stage02_server.features.tools.reasoning_parsers import DeepSeekR1Parser, Qwen3Parser
+from stage02_server.features.tools.tool_parsers import (
+    HermesToolParser,
+    Llama3JsonToolParser,
+    MistralToolParser,
+    NamedToolParser,
+    PythonicToolParser,
+    Qwen3XmlToolParser,
+    RequiredToolParser,
+)
 from stage02_server.features.traceparent.traceparent import parse_traceparent
 from stage02_server.middleware import ACCEPTED_ID
 from stage02_server.protocol import RequestId
@@ -103,8 +113,8 @@ MEETS: dict[str, tuple[Callable[[str], Any], list[str]]] = {
     r"stage02_server/features/sampling/fields.py: \s*[+-]?\d{1,19}\s*": (
         INTEGER.fullmatch, ["* *", "*1*", "* *x", "1* *x", "+" + "1" * 19 + "* *x"]),
     r"stage02_server/features/tools/pieces.py: [\w\s]+|.": (_STEP.findall, ["*a*", "*.*", "* .*", "*a\n*."]),
-    r"""stage02_server/features/tools/tool_parsers.py: \s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*""": (
-        _HEAD.fullmatch, ["* *", "{* *", '{"name":* *', '{"name":"*a*', '{"name":"*\\*', '{"name":"*\\"*', '{"name":"a"* *', '{"name":"a",* *x',
+    r"""stage02_server/features/tools/call_scanner.py: \s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*""": (
+        _HEAD.fullmatch, ["* *", "{* *", '{"type"* *', '{"type":* *', '{"type":"function"* *', '{"type":"function",* *', '{"name":* *', '{"name":"*a*', '{"name":"*\\*', '{"name":"*\\"*', '{"name":"a"* *', '{"name":"a",* *x',
                           '{"name":"a","arguments":* *x']),
     "stage02_server/features/traceparent/traceparent.py: ([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}": (
         lambda text: parse_traceparent([text]), ["*0*", "00-*a*"]),
@@ -204,21 +214,53 @@ def parser_for(worst: str) -> AnswerParser:
     )
 
 
+THING = ToolParam.model_validate({"function": {"name": "f", "parameters": {"properties": {"t": {"type": "object"}}}}})
+FORMATS: dict[str, tuple[Callable[[], AnswerParser], list[str]]] = {
+    "llama3_json": (lambda: AnswerParser(None, Llama3JsonToolParser()), [
+        "*{*", "*{}*", "{*{*", '{"*a*', '{"*\\"*', '{"a": *{}, *', "*;*", "*<|python_tag|>*", "*<*", '*{"name": "f", "parameters": {}};*',
+        '{"type": "function", "name": "f", "parameters": {"a": "*b*']),
+    "mistral": (lambda: AnswerParser(None, MistralToolParser()), [
+        "*[TOOL_CALLS]*", "[TOOL_CALLS]* *", "[TOOL_CALLS]*a*{", "[TOOL_CALLS]*[*", '[TOOL_CALLS][*{"name": "f"}, *', "*[TOOL_CALLS]f{}*", "[TOOL_CALLS]f*{*",
+        '[TOOL_CALLS]f{"*\\"*', "*[TOOL_CALLS]f{*", "*[TOOL*"]),
+    "pythonic": (lambda: AnswerParser(None, PythonicToolParser()), [
+        "*[*", "*[f(*", "[f(*a=1, *", "[f(a=*[*", "[f(a=[*1,*", "[f(a='*\\n*", "[f(a='*\\x41*", "[f(a='*\\N{BULLET}*", "[f(a='''*'x*", "[f(a=*1*", "[*a*(",
+        "[*f(),*", "[f(*a=' ',*", "[* *", "*[f(a=b)]*", "[f(a={*1:1,*"]),
+    "qwen3_xml": (lambda: AnswerParser(Qwen3Parser(""), Qwen3XmlToolParser.for_tools([THING])), [
+        "*<tool_call>*", "<tool_call>* *", "*<function=*", "<function=*a*", "<function=f>*<*", "*<function=f>*", "<function=f>*<parameter=*", "<function=f><parameter=*a*",
+        "<function=f>*<parameter=a>*", "<function=f><parameter=a>*\n*", "<function=f><parameter=a>*</*", "<function=f><parameter=t>*[*</parameter>",
+        "<function=f><parameter=t>*[],*</parameter>", "<function=f><parameter=t>*\n*</parameter>", "<function=f>*<parameter=t>1</parameter>*"]),
+}  # fmt: skip
+
+
+def whole(make: Callable[[], AnswerParser], worst: str) -> Callable[[int], Callable[[], Any]]:
+    def prepare(size: int) -> Callable[[], Any]:
+        text, parser = text_of(worst, size), make()
+        return lambda: parser.feed(text, True)
+
+    return prepare
+
+
+def streamed(make: Callable[[], AnswerParser], worst: str) -> Callable[[int], Callable[[], Any]]:
+    """A character at a time."""
+
+    def prepare(size: int) -> Callable[[], Any]:
+        text, parser = text_of(worst, size), make()
+        return lambda: [parser.feed(char, False) for char in text] + [parser.feed("", True)]
+
+    return prepare
+
+
 @pytest.mark.parametrize("size", [10_000, pytest.param(SIZE, marks=pytest.mark.long)])
 @pytest.mark.parametrize("worst", ANSWERS)
 def test_an_answer_is_parsed_in_linear_time(worst: str, size: int) -> None:
-    """Whole, and a character at a time."""
+    assert_linear(whole(lambda: parser_for(worst), worst), SIZE)
+    assert_linear(streamed(lambda: parser_for(worst), worst), size)
 
-    def whole(size: int) -> Callable[[], Any]:
-        text, parser = text_of(worst, size), parser_for(worst)
-        return lambda: parser.feed(text, True)
 
-    def streamed(size: int) -> Callable[[], Any]:
-        text, parser = text_of(worst, size), parser_for(worst)
-        return lambda: [parser.feed(char, False) for char in text] + [parser.feed("", True)]
-
-    assert_linear(whole, SIZE)
-    assert_linear(streamed, size)
+@pytest.mark.parametrize(("name", "worst"), [(name, worst) for name, (_, cases) in FORMATS.items() for worst in cases])
+def test_every_format_is_parsed_in_linear_time(name: str, worst: str) -> None:
+    assert_linear(whole(FORMATS[name][0], worst), 40_000)
+    assert_linear(streamed(FORMATS[name][0], worst), 10_000)
 
 
 def test_the_pieces_of_an_answer_are_put_together_in_linear_time() -> None:

@@ -31,9 +31,11 @@ class RememberingEcho(RecordingEcho):
     def __init__(self) -> None:
         super().__init__(config=byte_config(1024))
         self.wanted: list[StructuredOutputsParams | None] = []
+        self.skipped: list[bool] = []
 
     async def add_request_async(self, request: Any) -> None:
         self.wanted.append(request.sampling_params.structured_outputs)
+        self.skipped.append(request.sampling_params.skip_special_tokens)
         await super().add_request_async(request)
 
 
@@ -172,6 +174,50 @@ def test_a_function_chosen_by_name_has_the_answer_for_its_arguments(server: InPr
     text = '[{"name": "look", "parameters": {"at": "sun"}}, {"name": "wait", "parameters": {}}]#'
     message, reason = ask(server, text, tools=TOOLS, tool_choice="required", stop=["#"], max_tokens=100)
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["look", "wait"] and reason == "tool_calls"
+
+
+COUNT = {"type": "object", "properties": {"at": {"type": "string"}, "count": {"type": "integer"}}}
+IN_FORMAT = {
+    "llama3_json": '{"name": "look", "parameters": {"at": "é", "count": 3}};',
+    "mistral": '[TOOL_CALLS]look{"at": "é", "count": 3}',
+    "pythonic": "[look(at='é', count=3)]",
+    "qwen3_xml": "<tool_call>\n<function=look>\n<parameter=at>\né\n</parameter>\n<parameter=count>\n3\n</parameter>\n</function>\n</tool_call>",
+}
+
+
+@pytest.mark.parametrize("name", IN_FORMAT)
+def test_every_format_over_http(name: str) -> None:
+    """The same call, by each of the three APIs."""
+    server = InProcessServer(RememberingEcho(), byte_config(1024), enable_auto_tool_choice=True, tool_call_parser=name)
+    assert isinstance(server.client, RememberingEcho)
+    tools: list[Any] = [{"type": "function", "function": {"name": "look", "parameters": COUNT}}]
+    text, wanted = f"So: {IN_FORMAT[name]} #", {"at": "é", "count": 3}
+    most = len(text.encode())
+    try:
+        message, reason = ask(server, text, tools=tools, stop=["#"])
+        assert reason == "tool_calls" and message["content"] == "So: "
+        assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == wanted
+        body: dict[str, Any] = {
+            "input": text,
+            "tools": [tools[0]["function"] | {"type": "function"}],
+            "max_output_tokens": most,
+        }
+        assert json.loads(server.post("/v1/responses", body).json()["output"][1]["arguments"]) == wanted
+        own = [{"name": "look", "input_schema": COUNT}]
+        body = {
+            "model": "byte-model",
+            "messages": [{"role": "user", "content": text}],
+            "tools": own,
+            "max_tokens": most,
+        }
+        assert server.post("/v1/messages", body).json()["content"][1]["input"] == wanted
+        # Mistral's tag is a special token, and Qwen's may be one
+        assert set(server.client.skipped) == {name not in ("mistral", "qwen3_xml")}
+        server.client.skipped.clear()
+        ask(server, text, tools=tools, tool_choice="none")
+        assert set(server.client.skipped) == {True}
+    finally:
+        server.close()
 
 
 BAD_FORM, BAD_REQUEST = "Bad Request", "BadRequestError"

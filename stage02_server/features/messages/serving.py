@@ -63,6 +63,8 @@ class AnthropicServingMessages(OpenAIServing):
         special = self._template.adds_special_tokens(None)
         requests = await self.tokenize(chat, [prompt], params, ids, model, receive, special)
         parser = None if parsers is None else parsers.parser(chat, prompt, is_structured(requests))
+        if parsers is not None:
+            parsers.keep_tags(chat, requests)
         maker = MessageMaker(requests, parser)
         events = _events(maker, await self.begin(requests, self.ask(chat, requests), receive))
         if request.stream:

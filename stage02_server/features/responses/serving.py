@@ -75,6 +75,8 @@ class OpenAIServingResponses(OpenAIServing):
             requests.hooks.append(RefusalFirst())
         parsers = self._chat.parsers
         parser = None if parsers is None else parsers.parser(chat, prompt, structured)
+        if parsers is not None:
+            parsers.keep_tags(chat, requests)
         entry = await asyncio.to_thread(self._entry, request, requests, keep, parser, items)  # megabytes of tools
         maker = entry.maker
         assert maker is not None

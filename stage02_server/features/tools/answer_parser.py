@@ -6,6 +6,7 @@ methods, extract_... and extract_..._streaming.)
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -59,11 +60,19 @@ class Parser(Protocol):
         """The next piece of the text; what may still become a tag is held back until `finished`."""
 
 
-def split_held_back(text: str, tag: str) -> tuple[str, str]:
-    """(what can be passed on, the end of `text` that may be the beginning of `tag`)."""
-    for length in range(min(len(tag) - 1, len(text)), 0, -1):
-        if text.endswith(tag[:length]):
-            return text[:-length], text[-length:]
+def first_of(text: str, tags: Iterable[str]) -> tuple[int, str]:
+    """(where the first of the tags begins, this tag); (len(text), "") if there is none."""
+    places = ((text.find(tag), tag) for tag in tags)
+    return min((found for found in places if found[0] >= 0), default=(len(text), ""))
+
+
+def split_held_back(text: str, *tags: str) -> tuple[str, str]:
+    """(what can be passed on, the end of `text` that may be the beginning of a tag)."""
+    longest = min(max(map(len, tags), default=1) - 1, len(text))
+    for length in range(longest, 0, -1):
+        end = text[-length:]
+        if any(tag.startswith(end) and tag != end for tag in tags):
+            return text[:-length], end
     return text, ""
 
 

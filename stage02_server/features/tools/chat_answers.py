@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from stage02_server.cli_args import FrontendArgs
 from stage02_server.features.tools.answer_parser import AnswerDelta, AnswerParser
 from stage02_server.features.tools.fields import FunctionCall, NamedToolChoice, ToolCall
@@ -48,7 +50,8 @@ class ChatAnswers:
         if args.reasoning_parser_plugin:
             _load_plugin(args.reasoning_parser_plugin, "--reasoning-parser-plugin")
         if args.enable_auto_tool_choice and args.tool_call_parser is None:
-            raise ConfigError("--enable-auto-tool-choice needs --tool-call-parser, such as hermes")
+            names = ", ".join(sorted(TOOL_PARSERS))
+            raise ConfigError(f"--enable-auto-tool-choice needs --tool-call-parser, one of {names}")
         if args.tool_call_parser is not None:
             _known(args.tool_call_parser, TOOL_PARSERS, "--tool-call-parser")
         if args.reasoning_parser:
@@ -77,13 +80,20 @@ class ChatAnswers:
             tools = NamedToolParser(request.tool_choice.function.name)
         elif request.tool_choice == "required":
             tools = RequiredToolParser()
-        elif self._chooses(request) and self._args.tool_call_parser is not None:
-            tools = TOOL_PARSERS[self._args.tool_call_parser]()
+        elif (parser := self._auto(request)) is not None:
+            tools = parser.for_tools(request.tools) if hasattr(parser, "for_tools") else parser()
         name = self._args.reasoning_parser
         reasoning = REASONING_PARSERS[name](prompt) if name and not structured else None
         if tools is None and reasoning is None:
             return None
         return AnswerParser(reasoning, tools, request.include_reasoning, request.parallel_tool_calls is not False)
+
+    def keep_tags(self, request: ChatCompletionRequest, requests: EngineRequests) -> None:
+        """If the tags that mark the model's calls may be special tokens, these must stay in the text."""
+        if not getattr(self._auto(request), "SPECIAL_TAGS", False):
+            return
+        for one in requests.engine_requests:
+            one.sampling_params = msgspec.structs.replace(one.sampling_params, skip_special_tokens=False)
 
     def for_request(
         self, request: ChatCompletionRequest, prompt: str, requests: EngineRequests
@@ -92,6 +102,7 @@ class ChatAnswers:
         structured = getattr(requests.engine_requests[0].sampling_params, "structured_outputs", None) is not None
         if self.parser(request, prompt, structured) is None:
             return None
+        self.keep_tags(request, requests)
         named = isinstance(request.tool_choice, NamedToolChoice)
 
         def new_answer() -> ParsedAnswer:
@@ -100,6 +111,11 @@ class ChatAnswers:
             return ParsedAnswer(parser, requests.ids.engine_id(0), named)
 
         return new_answer
+
+    def _auto(self, request: ChatCompletionRequest) -> Any:
+        """The class of parsers for calls that the model chooses; None if it chooses none."""
+        name = self._args.tool_call_parser
+        return TOOL_PARSERS[name] if name is not None and self._chooses(request) else None
 
     def _chooses(self, request: ChatCompletionRequest) -> bool:
         return bool(request.tools) and request.tool_choice in (None, "auto")

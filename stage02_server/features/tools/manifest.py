@@ -19,13 +19,17 @@ class ToolFlags:
         False, "do not show the tools to the chat template when the request has tool_choice none"
     )
     tool_call_parser: str | None = option(
-        None, "how the model writes tool calls: hermes, or the name of a plugin's parser"
+        None,
+        "how the model writes tool calls: hermes, llama3_json (or llama4_json), mistral, pythonic, qwen3_xml (or qwen3_coder, mimo), or the "
+        "name of a plugin's parser",
     )
     tool_parser_plugin: str = option(
         "", "Python file that adds parsers to stage02_server.features.tools.tool_parsers.TOOL_PARSERS"
     )
     reasoning_parser: str = option(
-        "", "how the model marks its reasoning: deepseek_r1 (<think> tags), or the name of a plugin's parser"
+        "",
+        "how the model marks its reasoning: deepseek_r1 (<think> tags), qwen3 (or mimo; a tool call ends it too), or the name of a "
+        "plugin's parser",
     )
     reasoning_parser_plugin: str = option(
         "", "Python file that adds parsers to stage02_server.features.tools.reasoning_parsers.REASONING_PARSERS"

@@ -5,7 +5,9 @@ A parser of your own: `--reasoning-parser-plugin my_parser.py`, a file that puts
 
 from __future__ import annotations
 
-from stage02_server.features.tools.answer_parser import AnswerDelta, split_held_back
+from typing import ClassVar
+
+from stage02_server.features.tools.answer_parser import AnswerDelta, first_of, split_held_back
 
 BEGIN, END = "<think>", "</think>"
 
@@ -13,6 +15,8 @@ BEGIN, END = "<think>", "</think>"
 class DeepSeekR1Parser:
     """`<think>reasoning</think>content`. The prompt may have ended with <think> already; so all before </think> is reasoning,
     with the first tag or without. A prompt that ends with </think> has switched reasoning off."""
+
+    ENDS: ClassVar[tuple[str, ...]] = (END,)
 
     def __init__(self, prompt: str) -> None:
         self._held = ""  # what may become the next tag
@@ -33,14 +37,19 @@ class DeepSeekR1Parser:
             self._begun = True
             tagged = stripped.startswith(BEGIN)
             text = stripped.removeprefix(BEGIN) if tagged else "".join(self._blank) + stripped
-        reasoning, tag, content = text.partition(END)
+        place, tag = first_of(text, self.ENDS)
         if tag:
             self._ended = True
-            return AnswerDelta(reasoning, content)
-        if not finished:
-            reasoning, self._held = split_held_back(reasoning, END)
+            return AnswerDelta(text[:place], text[place:].removeprefix(END))
+        reasoning, self._held = (text, "") if finished else split_held_back(text, *self.ENDS)
         return AnswerDelta(reasoning)
 
 
-REASONING_PARSERS: dict[str, type] = {"deepseek_r1": DeepSeekR1Parser}
+class Qwen3Parser(DeepSeekR1Parser):
+    """As DeepSeek R1, but a model that calls a tool in the midst of its reasoning has ended it: <tool_call> is content."""
+
+    ENDS = (END, "<tool_call>")
+
+
+REASONING_PARSERS: dict[str, type] = {"deepseek_r1": DeepSeekR1Parser, "mimo": Qwen3Parser, "qwen3": Qwen3Parser}
 """`--reasoning-parser` -> a class whose objects are made with the prompt's text and are a `Parser`."""
