@@ -134,7 +134,7 @@ def test_the_route(impl: ModuleType) -> None:
 def test_what_the_route_refuses(impl: ModuleType) -> None:
     bodies = {
         404: [{"prompt": "a", "ngram": 1, "model": "another"}],
-        400: [{}, {"prompt": 1, "ngram": 1}, {"prompt": "a", "ngram": 0}],
+        400: [{}, {"prompt": 1, "ngram": 1}, {"prompt": "a", "ngram": 0}, {"prompt": "a", "ngram": "2"}],
     }
     with served(impl) as server:
         for status, wrong in bodies.items():

@@ -27,7 +27,9 @@ BROKEN = [
     broken("forbids", "every token that was there", ("if tokens[i : i + n - 1] == last}", "if True}")),
     broken("greedy", "not for greedy requests", ("        return False\n", "        return True\n")),
     broken("whole", "the answer alone", (_TOKENS, "                tokens = row.output_token_ids.tolist()\n")),
-    broken("whole", "the prompt alone", (_TOKENS, "                tokens = row.prompt_token_ids.tolist()\n")),
+    broken(
+        "whole or minus_inf", "the prompt alone", (_TOKENS, "                tokens = row.prompt_token_ids.tolist()\n")
+    ),
     broken("minus_inf", "ten less", (_BAN, "                    logits[number, banned] -= 10\n")),
     broken("minus_inf", "and one more", (_BAN, _BAN + "                    logits[number] -= 1\n")),
     broken(
@@ -69,10 +71,7 @@ BROKEN = [
     broken("refuses", "0", ("Field(ge=1, le=16)", "Field(ge=0, le=16)")),
     broken(
         "beside",
-        "in the place of another",
-        (
-            '@app.post("/v1/repetition")\n',
-            'app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") != "/v1/models"]\n\n    @app.post("/v1/repetition")\n',
-        ),
+        "in the place of all others",
+        ('@app.post("/v1/repetition")\n', '@app.api_route("/v1/{rest:path}", methods=["GET", "POST"])\n'),
     ),
 ]
