@@ -11,6 +11,7 @@ _IS = "            if type(n) is int and n >= 1:\n"
 _WAY = "                if len(banned) < logits.shape[1]:\n"
 _RUNS = "    runs = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]\n"
 _CHECK = "        services.models.check(request.model)\n"
+_ANSWER = "        return await answer_of(in_thread_if_long([request.prompt], raw_request.receive, work))\n"
 
 BROKEN = [
     broken(
@@ -73,5 +74,6 @@ BROKEN = [
         "beside",
         "in the place of all others",
         ('@app.post("/v1/repetition")\n', '@app.api_route("/v1/{rest:path}", methods=["GET", "POST"])\n'),
+        (_ANSWER, _ANSWER + "\n    app.router.routes.insert(0, app.router.routes.pop())\n"),
     ),
 ]
