@@ -34,10 +34,6 @@ ANSWER_BUCKETS = (1, 2, 5, 10, 20)
 PREEMPTION_BUCKETS = (1, 2, 3, 4, 5, 10, 20)
 SUMMED = {"multiprocess_mode": "livesum"}
 """How several API servers merge a gauge: by adding up, because only the first server hears from an engine's scheduler."""
-CACHE_SETTINGS = (
-    "block_size", "enable_prefix_caching", "gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override",
-    "swap_space",
-)  # fmt: skip
 
 
 def token_buckets(max_len: int) -> tuple[int, ...]:
@@ -132,7 +128,6 @@ class _EngineMetrics:
         self._preemptions = histogram("request_num_preemptions", "Preemptions per request.", PREEMPTION_BUCKETS)
         self._add_reasons(families, values)
         self._seen = SchedulerStats()
-        _cache_config_info(config, families, engine=values["engine"])
 
     def _add_reasons(self, families: Families, values: dict[str, str]) -> None:
         """The metrics that have a label more, with each of its values from the start."""
@@ -204,11 +199,3 @@ class _EngineMetrics:
     def request_aborted(self) -> None:
         """A client left before its request ended."""
         self._success["abort"].inc()
-
-
-def _cache_config_info(config: VllmConfig, families: Families, engine: str) -> None:
-    """An info metric: always 1, and its labels are the settings."""
-    cache = config.cache_config
-    labels = {name: str(getattr(cache, name)) for name in CACHE_SETTINGS if hasattr(cache, name)} | {"engine": engine}
-    text = "Settings of the KV cache."
-    families.get(Gauge, "vllm:cache_config_info", text, labels, multiprocess_mode="livemax").set(1)
