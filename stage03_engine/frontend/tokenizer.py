@@ -68,13 +68,11 @@ def _other_decoder(backend: Backend) -> Any:
     steps: list[Any] = state["decoders"] if state["type"] == "Sequence" else [state]
     if [step["type"] for step in steps] == ["ByteLevel"]:
         return None
-    read = find("engine", "decoder")
-    decoder = None if read is None else read(steps)
-    if decoder is None:
-        raise ConfigError(
-            "this kind of tokenizer is not supported: its decoder is neither byte-level nor SentencePiece's"
-        )
-    return decoder
+    for key in ("decoder", "library_decoder"):
+        if (read := find("engine", key)) is not None and (decoder := read(steps, backend)) is not None:
+            return decoder
+    kinds = ", ".join(str(step["type"]) for step in steps)
+    raise ConfigError(f"this kind of tokenizer is not supported: its decoder is of the kind {kinds}")
 
 
 class Tokenizer:
@@ -118,8 +116,9 @@ class Tokenizer:
         """For the text of tokens that follow the tokens `after` (the prompt)."""
         if self._decoder is None:
             return ByteLevelStream()
-        after_text = any(self.token_bytes(i) and not (skip_special_tokens and i in self._special) for i in after)
-        return self._decoder.stream(after_text)
+        shown = (i for i in reversed(after) if self.token_bytes(i) and not (skip_special_tokens and i in self._special))
+        last = next(shown, None)
+        return self._decoder.stream("" if last is None else self.token(last))
 
     def is_special(self, token_id: int) -> bool:
         """True for tokens that are markers, not text, such as <|endoftext|>."""
