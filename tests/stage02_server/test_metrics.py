@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from server_under_test import InProcessServer, RecordingEcho, ServerProcess, byte_config
 
 from stage02_server.features.admin import metrics_text
-from stage03_engine.frontend.features.prometheus.cache_info import CacheConfigInfo
+from stage03_engine.frontend.features.prometheus.prometheus import CacheConfigInfo
 from stage03_engine.messages import EngineCoreOutputs, EngineReady, SchedulerStats
 
 LABELS = {"model_name", "engine"}

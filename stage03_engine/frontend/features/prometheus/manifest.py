@@ -10,6 +10,6 @@ FEATURE = Feature(
     room=__package__,
     parts=(
         Part("stats", ".prometheus:PrometheusStatLogger", key="server"),
-        Part("routes", ".cache_info:install"),
+        Part("routes", ".prometheus:install"),
     ),
 )
