@@ -12,17 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 from stage02_server.middleware import ACCEPTED_ID
-from stage02_server.protocol_types import (
-    ContentKind,
-    Int32,
-    Int64,
-    ListOf,
-    RequestFields,
-    Salt,
-    Several,
-    Text,
-    TokenIds,
-)
+from stage02_server.protocol_types import ContentKind, Int32, Int64, ListOf, RequestFields, Several, Text, TokenIds
 from stage03_engine.args.unknown import check_unknown_fields
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.plugins import keys, loaded, wanted
@@ -57,6 +47,7 @@ class RequestModel(*loaded("request", "RequestModel"), BaseModel):  # type: igno
 
 
 Stops = Annotated[ListOf[Text], Field(max_length=MAX_STOP_STRINGS)]
+Salt = Annotated[str, Field(min_length=1, max_length=1024)]
 RequestId = Annotated[str, Field(pattern=f"^{ACCEPTED_ID.pattern}$")]
 
 

@@ -23,13 +23,10 @@ if TYPE_CHECKING:
 Text = Annotated[str, StringConstraints(min_length=0), WithJsonSchema({"type": "string"})]
 Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]  # what a tensor of integers can hold
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]  # what msgpack can hold
-# fail_fast: a list of a million wrong items gives one error, not a million.
-TokenIds = Annotated[list[Annotated[StrictInt, Field(ge=0)]], Field(fail_fast=True)]
+TokenIds = Annotated[list[Annotated[StrictInt, Field(ge=0)]], Field(fail_fast=True)]  # one error, not a million
 T = TypeVar("T")
 ListOf = Annotated[list[T], Field(fail_fast=True)]
-MAX_PROMPTS = 4096
-Salt = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
-Several = Annotated[list[T], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+Several = Annotated[list[T], Field(max_length=4096, fail_fast=True)]
 
 
 class RequestFields(BaseModel):

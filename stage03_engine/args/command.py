@@ -62,9 +62,6 @@ def signals_are_ours() -> Iterator[None]:
 
 
 FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO}
-NO_WINDOWS = (
-    "Windows lacks the sockets and signals that its processes work with; run it in WSL 2, where it is a Linux program"
-)
 EXTRAS = {"openai": "client", "triton": "kernels", "matplotlib": "trace", "transformers": "audio"}
 """Package that serving does not need -> the extra of pyproject.toml that installs it."""
 
@@ -74,7 +71,7 @@ def run_command(command: Callable[[], int]) -> int:
     so do a package that `make serve` leaves out, and a full disk. Ctrl-C ends silently with 130, a closed output pipe with 0."""
     try:
         if sys.platform == "win32":
-            raise ConfigError(NO_WINDOWS)
+            raise ConfigError("Windows lacks the sockets and signals that this needs; run it in WSL 2, as on Linux")
         code = command()
         sys.stdout.flush()
         return code

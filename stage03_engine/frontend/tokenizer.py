@@ -71,8 +71,7 @@ def _other_decoder(backend: Backend) -> Any:
     for key in ("decoder", "library_decoder"):
         if (read := find("engine", key)) is not None and (decoder := read(steps, backend)) is not None:
             return decoder
-    kinds = ", ".join(str(step["type"]) for step in steps)
-    raise ConfigError(f"this kind of tokenizer is not supported: its decoder is of the kind {kinds}")
+    raise ConfigError(f"this kind of tokenizer is not supported: its decoder is {[step['type'] for step in steps]}")
 
 
 class Tokenizer:
@@ -117,8 +116,7 @@ class Tokenizer:
         if self._decoder is None:
             return ByteLevelStream()
         shown = (i for i in reversed(after) if self.token_bytes(i) and not (skip_special_tokens and i in self._special))
-        last = next(shown, None)
-        return self._decoder.stream("" if last is None else self.token(last))
+        return self._decoder.stream(next(map(self.token, shown), ""))
 
     def is_special(self, token_id: int) -> bool:
         """True for tokens that are markers, not text, such as <|endoftext|>."""

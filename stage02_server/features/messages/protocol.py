@@ -26,9 +26,10 @@ from stage02_server.protocol import (
     MessageFunctionCall,
     MessageToolCall,
     RequestModel,
+    Salt,
     Stops,
 )
-from stage02_server.protocol_types import Int32, Int64, ListOf, Salt, Text
+from stage02_server.protocol_types import Int32, Int64, ListOf, Text
 from stage03_engine.errors import InvalidRequestError
 
 BILLING_HEADER = "x-anthropic-billing-header"

@@ -6,9 +6,9 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, Field
 
-from stage02_server.protocol import ChatMessageParam, ChatTemplateFields, RequestModel
+from stage02_server.protocol import ChatMessageParam, ChatTemplateFields, RequestModel, Salt
 from stage02_server.protocol_response import UsageInfo
-from stage02_server.protocol_types import Int32, Int64, ListOf, Salt, Text, TokenIds
+from stage02_server.protocol_types import Int32, Int64, ListOf, Text, TokenIds
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.params.pooling_params import PoolingParams
 
