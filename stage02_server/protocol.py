@@ -16,7 +16,7 @@ from stage02_server.protocol_types import ContentKind, Int32, Int64, ListOf, Req
 from stage03_engine.args.unknown import check_unknown_fields
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.plugins import keys, loaded, wanted
-from stage03_engine.sampling_params import RequestOutputKind, SamplingParams
+from stage03_engine.sampling_params import MAX_STOP_STRINGS, RequestOutputKind, SamplingParams
 
 _SAME_NAME = ("n", "temperature", "top_p", "top_k", "seed")
 """Fields that go into `SamplingParams` as they are; None means the default there."""
@@ -46,6 +46,8 @@ class RequestModel(*loaded("request", "RequestModel"), BaseModel):  # type: igno
             check_unknown_fields(self.model_extra, self.refused)
 
 
+Stops = Annotated[ListOf[Text], Field(max_length=MAX_STOP_STRINGS)]
+Salt = Annotated[str, Field(min_length=1, max_length=1024)]
 RequestId = Annotated[str, Field(pattern=f"^{ACCEPTED_ID.pattern}$")]
 
 
@@ -61,14 +63,14 @@ class SamplingRequest(*loaded("request", "SamplingRequest"), RequestModel):  # t
         default=None, description="Sample from this many of the likeliest tokens; 0 and -1 mean all."
     )
     seed: Int64 | None = Field(default=None, description="The same seed gives the same answer, whatever else runs.")
-    stop: Text | ListOf[Text] | None = Field(default=None, description="Up to four texts; the answer ends before them.")
+    stop: Text | Stops | None = Field(default=None, description="Up to four texts; the answer ends before them.")
     request_id: RequestId | None = Field(
         default=None, description="Part of the answer's id; X-Request-Id takes precedence."
     )
     stream: bool | None = Field(default=False, description="Send the answer piece by piece, as server-sent events.")
     user: Text | None = Field(default=None, description="Accepted, and not used.")
-    priority: Int32 = Field(default=0, description="With --scheduling-policy priority: smaller goes first.")
-    cache_salt: Text | None = Field(default=None, description="Only requests with the same salt share cached prefixes.")
+    priority: Int64 = Field(default=0, description="With --scheduling-policy priority: smaller goes first.")
+    cache_salt: Salt | None = Field(default=None, description="Only requests with the same salt share cached prefixes.")
 
     def _sampling_params(self, defaults: dict[str, Any] | None, max_tokens: int | None) -> SamplingParams:
         """Raises InvalidRequestError for invalid values, and for values that exclude each other."""

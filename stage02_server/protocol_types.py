@@ -21,14 +21,12 @@ if TYPE_CHECKING:
 
 # JSON can hold a lone "\ud800"; UTF-8, and so the tokenizer, cannot. pydantic checks this only if there is a constraint.
 Text = Annotated[str, StringConstraints(min_length=0), WithJsonSchema({"type": "string"})]
-Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]  # what a tensor of integers can hold
-Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # what msgpack can hold
-# fail_fast: a list of a million wrong items gives one error, not a million.
-TokenIds = Annotated[list[StrictInt], Field(fail_fast=True)]
+Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]  # what a tensor of integers can hold
+Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]  # what msgpack can hold
+TokenIds = Annotated[list[Annotated[StrictInt, Field(ge=0)]], Field(fail_fast=True)]  # one error, not a million
 T = TypeVar("T")
 ListOf = Annotated[list[T], Field(fail_fast=True)]
-MAX_PROMPTS = 4096
-Several = Annotated[list[T], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+Several = Annotated[list[T], Field(max_length=4096, fail_fast=True)]
 
 
 class RequestFields(BaseModel):

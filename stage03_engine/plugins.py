@@ -77,6 +77,7 @@ INDEX: tuple[str | Feature, ...] = (
     "stage03_engine.frontend.features.truncation",
     "stage03_engine.frontend.features.token_length",
     "stage03_engine.frontend.features.sentencepiece",
+    "stage03_engine.frontend.features.library_decoders",
     "stage03_engine.frontend.features.dead_folders",
     "stage03_engine.frontend.features.logging_stats",
     "stage03_engine.frontend.features.prometheus",

@@ -16,7 +16,7 @@ from tokenizers import (
     pre_tokenizers,
     processors,
 )
-from tokenizers.trainers import BpeTrainer
+from tokenizers.trainers import BpeTrainer, UnigramTrainer, WordPieceTrainer
 
 TEXTS = [
     "To be, or not to be, that is the question.", "Whether 'tis nobler in the mind to suffer", "the slings and arrows",
@@ -50,6 +50,38 @@ def metaspace() -> Backend:
     backend.train_from_iterator(TEXTS, BpeTrainer(vocab_size=150, special_tokens=["<unk>", "<s>"], show_progress=False))
     backend.add_tokens(["▁▁x▁"])
     backend.decoder = decoders.Metaspace()
+    return backend
+
+
+def wordpiece(cleanup: bool = True) -> Backend:
+    """BERT: words, and parts of words that begin with ##."""
+    backend = Backend(models.WordPiece(unk_token="[UNK]"))
+    backend.normalizer = normalizers.Lowercase()
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    special = ["[UNK]", "[CLS]", "[SEP]"]
+    backend.train_from_iterator(TEXTS, WordPieceTrainer(vocab_size=120, special_tokens=special, show_progress=False))
+    backend.decoder = decoders.WordPiece(cleanup=cleanup)
+    return backend
+
+
+def end_of_word() -> Backend:
+    """GPT-1: </w> ends a word."""
+    backend = Backend(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    trainer = BpeTrainer(vocab_size=120, special_tokens=["<unk>"], end_of_word_suffix="</w>", show_progress=False)
+    backend.train_from_iterator(TEXTS, trainer)
+    backend.decoder = decoders.BPEDecoder()
+    return backend
+
+
+def unigram(decoder: Any = None) -> Backend:
+    """T5 with a decoder; without one the library puts a space between any two tokens."""
+    backend = Backend(models.Unigram())
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    special = ["<unk>", "</s>"]
+    trainer = UnigramTrainer(vocab_size=120, special_tokens=special, unk_token="<unk>", show_progress=False)
+    backend.train_from_iterator(TEXTS, trainer)
+    backend.decoder = decoder
     return backend
 
 

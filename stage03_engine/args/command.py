@@ -70,6 +70,8 @@ def run_command(command: Callable[[], int]) -> int:
     """Call `command` and return its exit code. A StagesError becomes one line on stderr and its own exit code;
     so do a package that `make serve` leaves out, and a full disk. Ctrl-C ends silently with 130, a closed output pipe with 0."""
     try:
+        if sys.platform == "win32":
+            raise ConfigError("Windows lacks the sockets and signals that this needs; run it in WSL 2, as on Linux")
         code = command()
         sys.stdout.flush()
         return code

@@ -22,7 +22,7 @@ from stage03_engine.plugins import find
 from stagetrace import trace
 
 PREFIX = "stages-"
-MAX_IPC_PATH = 80  # a Unix socket path has room for 107 bytes; leave some for the file name
+MAX_IPC_PATH = 80  # a Unix socket path has room for 107 bytes, on macOS for 103; leave some for the file name
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 RENDEZVOUS = "rendezvous"  # the file through which workers find each other, in the folder of their sockets
 

@@ -68,13 +68,10 @@ def _other_decoder(backend: Backend) -> Any:
     steps: list[Any] = state["decoders"] if state["type"] == "Sequence" else [state]
     if [step["type"] for step in steps] == ["ByteLevel"]:
         return None
-    read = find("engine", "decoder")
-    decoder = None if read is None else read(steps)
-    if decoder is None:
-        raise ConfigError(
-            "this kind of tokenizer is not supported: its decoder is neither byte-level nor SentencePiece's"
-        )
-    return decoder
+    for key in ("decoder", "library_decoder"):
+        if (read := find("engine", key)) is not None and (decoder := read(steps, backend)) is not None:
+            return decoder
+    raise ConfigError(f"this kind of tokenizer is not supported: its decoder is {[step['type'] for step in steps]}")
 
 
 class Tokenizer:
@@ -118,8 +115,8 @@ class Tokenizer:
         """For the text of tokens that follow the tokens `after` (the prompt)."""
         if self._decoder is None:
             return ByteLevelStream()
-        after_text = any(self.token_bytes(i) and not (skip_special_tokens and i in self._special) for i in after)
-        return self._decoder.stream(after_text)
+        shown = (i for i in reversed(after) if self.token_bytes(i) and not (skip_special_tokens and i in self._special))
+        return self._decoder.stream(next(map(self.token, shown), ""))
 
     def is_special(self, token_id: int) -> bool:
         """True for tokens that are markers, not text, such as <|endoftext|>."""

@@ -18,10 +18,11 @@ class BestOf:
         from stage03_engine.sampling_params import MAX_N  # that module loads this one
 
         self._check(self.n <= self.best_of <= MAX_N, "best_of", f"in [n, {MAX_N}] = [{self.n}, {MAX_N}]")
+        if self.greedy:
+            return  # all answers would be equal, so that the one is the best; vLLM, which has dropped the field, ignores it
         self._check(
             self.best_of == self.n or self.output_kind.name == "FINAL_ONLY",
             "best_of",
             "equal to n in a stream: which answers are the best is known at the end",
         )
-        self._check(self.best_of == 1 or not self.greedy, "best_of", "1 when the temperature is 0 (all would be equal)")
         msgspec.structs.force_setattr(self, "num_answers", self.best_of)

@@ -16,15 +16,15 @@ from stage03_engine.errors import InvalidRequestError
 MAX_GRAMMAR_CHARACTERS = 65_536
 COMPACT = "compact "
 """Before a kind in `key`: JSON without white space that only fills."""
-KINDS = ("json", "regex", "choice", "grammar", "json_object")
+KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
 class StructuredOutputsParams(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """The output matches exactly one of: a JSON schema, a regular expression (whole output, "." is any character), one of
-    several texts, a grammar in GBNF notation with the rule `root`, any JSON object. JSON may have white space between its parts,
+    several texts, a grammar in GBNF notation with the rule `root`, any JSON object, text with tags in it (structural_tag.py). JSON may have white space between its parts,
     unless `disable_any_whitespace` here or in the server's settings forbids what only fills.
 
-    `json` may be given as text or as a Python value and is kept as text. `source` is the request's field for it, which
+    `json` and `structural_tag` may be given as text or as a Python value and are kept as text. `source` is the request's field for it, which
     messages name. Raises InvalidRequestError.
     """
 
@@ -33,6 +33,7 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, omit_defaults=True, k
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
     disable_any_whitespace: bool = False
     source: str = "structured_outputs"
     checked: bool = False  # set below, and sent along: the engine process need not check what the front end has checked
@@ -54,8 +55,8 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, omit_defaults=True, k
 
     def _check(self, kind: str) -> None:
         self._check_length(getattr(self, kind))
-        if kind == "json":
-            msgspec.structs.force_setattr(self, "json", self._json_text())
+        if kind in ("json", "structural_tag"):
+            msgspec.structs.force_setattr(self, kind, self._json_text(getattr(self, kind)))
         text = self.key[1]
         self._check_length(text)
         if "\0" in text or not _is_unicode(text):
@@ -66,6 +67,10 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, omit_defaults=True, k
             line.partition("::=")[0].strip() == "root" for line in text.splitlines() if "::=" in line
         ):
             self._refuse("needs a rule `root ::= ...`")
+        if kind == "structural_tag":
+            parts = json.loads(text)
+            if not isinstance(parts, dict) or not ("format" in parts or {"structures", "triggers"} <= parts.keys()):
+                self._refuse("a structural tag needs format, or structures and triggers")
         if kind == "json" and not text.startswith("{") and text != "true":
             self._refuse(f"must be a JSON object or true, got {text[:60]}")
 
@@ -75,9 +80,8 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, omit_defaults=True, k
             found = f", got {len(value)}" if isinstance(value, str) else ""
             self._refuse(f"must have at most {MAX_GRAMMAR_CHARACTERS} characters{found}")
 
-    def _json_text(self) -> str:
+    def _json_text(self, schema: Any) -> str:
         """The schema as compact text, with its properties in their order."""
-        schema: Any = self.json
         if isinstance(schema, str):
             try:
                 schema = json.loads(
@@ -101,6 +105,8 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, omit_defaults=True, k
         compact = COMPACT * self.disable_any_whitespace
         if self.json is not None:
             return compact + "json", str(self.json)
+        if self.structural_tag is not None:
+            return compact + "structural_tag", str(self.structural_tag)
         for kind in ("regex", "grammar"):
             if (text := getattr(self, kind)) is not None:
                 return kind, text

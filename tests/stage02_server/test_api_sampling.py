@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
-from server_under_test import EOS, MAX_MODEL_LEN, InProcessServer
+from server_under_test import EOS, MAX_MODEL_LEN, InProcessServer, events
 
 from stage03_engine.sampling_params import SamplingParams
 
@@ -40,7 +41,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"best_of": 1, "n": 2}, "best_of"),
     ({"best_of": 129}, "best_of"),
     ({"best_of": 10**9}, "best_of"),
-    ({"best_of": 2, "temperature": 0}, "best_of"),
+    ({"best_of": 3, "n": 2, "temperature": 0}, "n"),
     ({"best_of": 2, "stream": True}, "best_of"),
     ({"use_beam_search": True, "n": 0}, "n"),
     ({"use_beam_search": True, "n": 65}, "n"),
@@ -55,7 +56,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"use_beam_search": True, "repetition_penalty": 1.1}, "repetition_penalty"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ({"truncate_prompt_tokens": 1, "truncation_side": "middle"}, "body.truncation_side"),
-    ({"stream_interval": 0}, "stream_interval"),
+    ({"stream_interval": 0}, "body.stream_interval"),
     ({"stream_interval": 2**31}, "body.stream_interval"),
     ({"request_id": ""}, "body.request_id"),
     ({"request_id": "a b"}, "body.request_id"),
@@ -124,6 +125,17 @@ def test_n_times_prompts_is_bounded_before_anything_is_made(server: InProcessSer
     response = server.post("/v1/completions", {"prompt": ["x"] * 100, "n": 100})
     assert (response.status_code, response.json()["error"]["param"]) == (400, "n")
     assert len(server.post("/v1/completions", {"prompt": ["x"] * 32, "n": 4, "max_tokens": 1}).json()["choices"]) == 128
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_best_of_equal_answers_is_the_one_answer(server: InProcessServer, stream: bool) -> None:
+    """At temperature 0 nothing is chosen, so that nothing speaks against a stream either."""
+    body = {"prompt": "ab", "max_tokens": 3, "temperature": 0, "stream": stream}
+    answers = [server.post("/v1/completions", body | more).text for more in ({}, {"best_of": 3})]
+    one, best = (events(answer) if stream else [json.loads(answer)] for answer in answers)
+    assert [chunk["choices"][0]["text"] for chunk in best] == [chunk["choices"][0]["text"] for chunk in one]
+    assert len(best[0]["choices"]) == 1 and (stream or best[0]["usage"] == one[0]["usage"])
+    assert not server.client.added[-1].startswith(("1_", "2_")), "one answer was generated"
 
 
 def test_best_of_answers_and_counts_only_n(server: InProcessServer) -> None:

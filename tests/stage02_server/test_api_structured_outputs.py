@@ -33,18 +33,21 @@ def nested(levels: int) -> dict[str, Any]:
     return schema
 
 
+TAG = {"type": "structural_tag", "structures": [{"begin": "<f>", "schema": {}, "end": "</f>"}], "triggers": ["<f>"]}
 REFUSED: list[tuple[dict[str, Any], str, str, str]] = [
     # fields, type, param, a word of the message
     ({"response_format": "json"}, BAD_FORM, "body.response_format", "dictionary"),
     ({"response_format": {}}, BAD_REQUEST, "response_format", "json_schema"),
     ({"response_format": {"type": "xml"}}, BAD_REQUEST, "response_format", "json_schema"),
-    ({"response_format": {"type": "structural_tag"}}, BAD_REQUEST, "response_format", "json_schema"),
+    ({"response_format": {"type": "structural_tag"}}, BAD_REQUEST, "response_format", "needs format, or structures and triggers"),
+    ({"response_format": {"type": "structural_tag", "structures": []}}, BAD_REQUEST, "response_format", "triggers"),
+    ({"structured_outputs": {"structural_tag": "[3]"}}, BAD_REQUEST, "structured_outputs", "needs format"),
     ({"response_format": {"type": "json_schema"}}, BAD_REQUEST, "response_format", "schema"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}}, BAD_REQUEST, "response_format", "schema"),
     ({"structured_outputs": "a"}, BAD_FORM, "body.structured_outputs", "dictionary"),
     ({"structured_outputs": {}}, BAD_REQUEST, "structured_outputs", "exactly one"),
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, BAD_REQUEST, "structured_outputs", "regex and choice"),
-    ({"structured_outputs": {"structural_tag": "a"}}, BAD_REQUEST, "structured_outputs", "structural_tag"),
+    ({"structured_outputs": {"structural_tag": "a"}}, BAD_REQUEST, "structured_outputs", "JSON"),
     ({"structured_outputs": {"regex": 3}}, BAD_REQUEST, "structured_outputs", "regex"),
     ({"structured_outputs": {"choice": "yes"}}, BAD_REQUEST, "structured_outputs", "choice"),
     ({"structured_outputs": {"json": False}}, BAD_REQUEST, "structured_outputs", "false"),
@@ -73,6 +76,11 @@ TAKEN: list[tuple[dict[str, Any], tuple[str, str] | None]] = [
     ({"response_format": BY_SCHEMA}, ("json", json.dumps(SCHEMA, separators=(",", ":")))),
     ({"structured_outputs": {"json": SCHEMA, "regex": None}}, ("json", json.dumps(SCHEMA, separators=(",", ":")))),
     ({"structured_outputs": {"json_object": True}}, ("json_object", "")),
+    ({"response_format": TAG}, ("structural_tag", json.dumps(TAG, separators=(",", ":")))),
+    (
+        {"structured_outputs": {"structural_tag": json.dumps(TAG)}},
+        ("structural_tag", json.dumps(TAG, separators=(",", ":"))),
+    ),
     ({"guided_json": json.dumps(SCHEMA)}, ("json", json.dumps(SCHEMA, separators=(",", ":")))),
     ({"guided_json": True}, ("json", "true")),
     ({"guided_choice": ["yes", "é"]}, ("choice", '["yes", "é"]')),

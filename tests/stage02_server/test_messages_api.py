@@ -245,7 +245,7 @@ ONLY_TEXT = "Only text can be served, not a content block of type"
             f"{ONLY_TEXT} 'image'.",
         ),
         (said("x", stop_sequences=[""]), "stop_sequences must be without empty strings"),
-        (said("x", stop_sequences=list("abcde")), "stop_sequences must be at most 4 strings"),
+        (said("x", stop_sequences=list("abcde")), "stop_sequences: List should have at most 4 items"),
         (said("x", temperature=3), "temperature"),
         (said("x", top_k=-2), "top_k"),
         (said("x", tools=[{"type": "web_search_20250305", "name": "web_search"}]), "this server runs no tools"),

@@ -8,14 +8,23 @@ from typing import Any
 
 import httpx
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from server_under_test import InProcessServer, RecordingEcho, ServerProcess
+from server_under_test import InProcessServer, RecordingEcho, ServerProcess, byte_config
 
 from stage02_server.features.admin import metrics_text
-from stage03_engine.messages import EngineCoreOutputs, SchedulerStats
+from stage03_engine.frontend.features.prometheus.prometheus import CacheConfigInfo
+from stage03_engine.messages import EngineCoreOutputs, EngineReady, SchedulerStats
 
 LABELS = {"model_name", "engine"}
+CACHE_LABELS = {
+    "block_size",
+    "cache_dtype",
+    "kv_cache_max_concurrency",
+    "kv_cache_size_tokens",
+    "num_gpu_blocks",
+    "engine",
+}
 VLLM_METRICS = {  # name -> kind; what vLLM documents for every model that generates text on one engine
     "vllm:num_requests_running": "gauge",
     "vllm:num_requests_waiting": "gauge",
@@ -75,7 +84,41 @@ def test_a_metric_of_vllm_is_there_with_its_labels(server: InProcessServer, name
     family = families[name]
     assert family.type == kind and family.documentation
     labels = set(family.samples[0].labels) - {"le", "finished_reason", "reason"}
-    assert labels >= {"block_size", "engine"} if name == "vllm:cache_config_info" else labels == LABELS
+    assert labels >= CACHE_LABELS if name == "vllm:cache_config_info" else labels == LABELS
+
+
+def cache_of(text: str) -> dict[str, str]:
+    """The labels of the one cache."""
+    (family,) = (each for each in text_string_to_metric_families(text) if each.name == "vllm:cache_config_info")
+    (sample,) = family.samples
+    assert sample.value == 1
+    return sample.labels
+
+
+def test_the_size_of_the_cache_is_what_the_engine_has(real: ServerProcess) -> None:
+    labels = cache_of(httpx.get(f"{real.url}/metrics").text)
+    blocks, tokens = int(labels["num_gpu_blocks"]), int(labels["kv_cache_size_tokens"])
+    block_bytes = 16 * 2 * 1536 * 4  # tokens, keys and values, layers of vectors, bytes
+    assert blocks == 50_000_000 // block_bytes and tokens == blocks * int(labels["block_size"])
+    assert float(labels["kv_cache_max_concurrency"]) == tokens / 512  # gpt2-tiny's context
+
+
+@pytest.mark.parametrize(
+    ("num_gpu_blocks", "max_model_len", "tokens", "concurrency"),
+    [(100, 64, 1600, 25.0), (100, 70, 1400, 20.0), (7, 64, 112, 1.75), (0, 64, 0, 0.0)],
+)
+def test_room_is_counted_in_requests_of_full_length(
+    num_gpu_blocks: int, max_model_len: int, tokens: int, concurrency: float
+) -> None:
+    """Of a length that is no multiple of the block size, a part of the last block stays unused, as in vLLM."""
+    config = byte_config(max_model_len)
+    engine = SimpleNamespace(vllm_config=config, ready=None, engine_core=None)
+    registry = CollectorRegistry()
+    registry.register(CacheConfigInfo(engine))  # type: ignore[arg-type]
+    assert b"cache_config_info{" not in generate_latest(registry)  # the engine is not ready
+    engine.ready = EngineReady(num_gpu_blocks, max_model_len)
+    labels = cache_of(generate_latest(registry).decode())
+    assert (labels["kv_cache_size_tokens"], labels["kv_cache_max_concurrency"]) == (str(tokens), str(concurrency))
 
 
 def test_every_way_to_end_is_there_from_the_start(make_server: Callable[..., InProcessServer]) -> None:

@@ -85,9 +85,8 @@ def test_a_stored_response_is_what_was_answered(server: InProcessServer) -> None
     assert error_of(cancel) == (400, "BadRequestError", "response_id")
 
 
-@pytest.mark.parametrize("path", ["{}", "{}/cancel"])
-def test_unknown_ids(server: InProcessServer, path: str) -> None:
-    method = "POST" if "cancel" in path else "GET"
+@pytest.mark.parametrize(("method", "path"), [("GET", "{}"), ("POST", "{}/cancel"), ("DELETE", "{}")])
+def test_unknown_ids(server: InProcessServer, method: str, path: str) -> None:
     for name, status, kind in (("resp_no", 404, "NotFoundError"), ("cmpl-1", 400, "BadRequestError")):
         answer = server.request(method, f"{RESPONSES}/{path.format(name)}")
         assert error_of(answer) == (status, kind, "response_id")
@@ -165,6 +164,34 @@ def test_foreground_ends_with_its_reader(stuck: InProcessServer) -> None:
     name = stuck.run(_leave_after_first_event(stuck, {"input": "Hello", "stream": True}))
     assert stuck.engine.num_unfinished_requests == 0 and len(stuck.client.aborted) == 1  # type: ignore[attr-defined]
     assert get(stuck, name).status_code == 404
+
+
+def test_a_deleted_response_is_gone_and_those_that_continue_it_stay(server: InProcessServer) -> None:
+    first, other = post(server).json(), post(server).json()
+    later = post(server, previous_response_id=first["id"], input="!").json()
+    answer = server.request("DELETE", f"{RESPONSES}/{first['id']}")
+    assert (answer.status_code, answer.json()) == (200, {"id": first["id"], "object": "response", "deleted": True})
+    for gone in (get(server, first["id"]), server.request("DELETE", f"{RESPONSES}/{first['id']}")):
+        assert error_of(gone) == (404, "NotFoundError", "response_id")
+    assert post(server, previous_response_id=first["id"]).status_code == 404
+    assert get(server, other["id"]).json() == other and get(server, later["id"]).json() == later
+    assert post(server, previous_response_id=later["id"]).status_code == 200
+
+
+def test_a_running_response_is_ended_before_it_is_deleted(stuck: InProcessServer) -> None:
+    async def session() -> tuple[str, list[dict[str, Any]], str]:
+        name = await _leave_after_first_event(stuck, BACKGROUND | {"stream": True})
+        reader = asyncio.create_task(stuck.send("GET", f"{RESPONSES}/{name}?stream=true&starting_after=1"))
+        await asyncio.sleep(0)
+        deleted = await asyncio.gather(*(stuck.send("DELETE", f"{RESPONSES}/{name}") for _ in range(2)))
+        return name, [answer.json() for answer in deleted], (await reader).text
+
+    name, deleted, text = stuck.run(session())
+    assert deleted == [{"id": name, "object": "response", "deleted": True}] * 2 and numbers(text)[0] == 2
+    assert stuck.engine.num_unfinished_requests == 0 and len(stuck.client.aborted) == 1  # type: ignore[attr-defined]
+    assert get(stuck, name).status_code == 404
+    again = [stuck.post(RESPONSES, BACKGROUND).status_code for _ in range(3)]
+    assert again == [200, 200, 429], "there is room for two again"
 
 
 def test_cancel(stuck: InProcessServer) -> None:

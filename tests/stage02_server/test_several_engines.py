@@ -66,7 +66,7 @@ def test_each_engine_has_its_own_metrics(two: Several) -> None:
     tokens = two.metrics("vllm:generation_tokens_total")
     assert tokens.keys() == {"0", "1"} and tokens["0"] == tokens["1"] == 3 * 40
     assert two.metrics("vllm:num_requests_running").keys() == {"0", "1"}
-    assert two.metrics("vllm:cache_config_info").keys() == {"0", "1"}
+    assert two.metrics("vllm:cache_config_info") == {"0": 1.0, "1": 1.0}
     assert two.metrics("stages:engine_ready") == {"0": 1.0, "1": 1.0}
     assert two.metrics("stages:engine_restarts_total") == {None: 0.0}
 

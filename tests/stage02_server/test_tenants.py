@@ -56,6 +56,7 @@ ATTACKS: dict[str, tuple[str, str, dict[str, Any] | None]] = {
     "GET /v1/responses/{response_id}": ("GET", "/v1/responses/{}", None),
     "GET /v1/responses/{response_id}?stream=true": ("GET", "/v1/responses/{}?stream=true", None),
     "POST /v1/responses/{response_id}/cancel": ("POST", "/v1/responses/{}/cancel", None),
+    "DELETE /v1/responses/{response_id}": ("DELETE", "/v1/responses/{}", None),
     "POST /v1/responses previous_response_id": ("POST", RESPONSES, {"input": "go on", "previous_response_id": "{}"}),
     "POST /abort_requests request_ids": ("POST", "/abort_requests", {"request_ids": ["{}"]}),
 }

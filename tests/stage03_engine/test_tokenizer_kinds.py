@@ -219,9 +219,9 @@ def test_chat_templates_of_a_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda b: setattr(b, "decoder", decoders.WordPiece()),
-        lambda b: setattr(b, "decoder", decoders.Sequence([decoders.Replace("_", " "), decoders.Fuse()])),
-        lambda b: setattr(b, "decoder", decoders.Strip(" ", 1, 0)),
+        lambda b: setattr(b, "decoder", decoders.CTC()),
+        lambda b: setattr(b, "decoder", decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])),
+        lambda b: setattr(b, "decoder", decoders.Strip(" ", 1, 1)),
     ],
 )
 def test_other_kinds_are_refused(change: Callable[[Backend], None], tmp_path: Path) -> None:

@@ -27,7 +27,8 @@ def main(limit: float, path: str | None) -> int:
     """Answer until standard input closes. `path`: the learner's class; a question says whether it is meant."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a class writes past sys.stdout is no answer
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    if sys.platform == "linux":  # macOS refuses a limit on address space
+        resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
     this = os.getpid()
 

@@ -8,7 +8,7 @@ from starlette.types import Receive
 
 from stage02_server.features.logprobs.answer import add_token, shown_id
 from stage02_server.features.logprobs.fields import CompletionLogProbs
-from stage02_server.features.logprobs.token_texts import TokenOffsets, TokenTexts
+from stage02_server.features.logprobs.token_texts import TokenTexts, text_of
 from stage02_server.protocol_types import AnswerHook
 from stage02_server.serving_engine import EngineRequests, OpenAIServing
 from stage02_server.streaming import in_thread_if_long
@@ -71,35 +71,41 @@ class EchoHook(AnswerHook):
         text = self._texts[index // self._requests.n]
         for part in self.parts:
             part.choice(index, choice, output, first)
-        if getattr(choice, "logprobs", None) is not None:
-            choice.logprobs.text_offset = [offset + len(text) for offset in choice.logprobs.text_offset]
+        logprobs = getattr(choice, "logprobs", None)
         if not first:
+            shift(logprobs, len(text))
             return
         choice.text = text + choice.text
-        if getattr(choice, "logprobs", None) is not None:
-            prompt = self._logprobs(index, text)
+        if logprobs is not None:
+            prompt = self._logprobs(index)
+            shift(logprobs, sum(map(len, prompt.tokens)))
             for name in CompletionLogProbs.model_fields:
-                setattr(choice.logprobs, name, getattr(prompt, name) + getattr(choice.logprobs, name))
+                setattr(logprobs, name, getattr(prompt, name) + getattr(logprobs, name))
 
     def response(self, response: Any) -> None:
         """The end: a hook is in a cycle with its requests, and would keep what it has until the next garbage collection."""
         self._prompt_logprobs, self.parts = {}, []
 
-    def _logprobs(self, index: int, text: str) -> CompletionLogProbs:
-        """Of the prompt. A special token is a part of its text if the client wrote it, and not if the tokenizer added it."""
-        requests, tokenizer = self._requests, self._tokenizer
-        request = requests.engine_requests[index // requests.n]
+    def _logprobs(self, index: int) -> CompletionLogProbs:
+        """Of the prompt."""
+        request = self._requests.engine_requests[index // self._requests.n]
         num_likely = request.sampling_params.logprobs or 0
-        positions = self._prompt_logprobs.get(index // requests.n, [])
-        all_texts, offsets, result = TokenTexts(tokenizer), TokenOffsets(tokenizer, [], True), CompletionLogProbs()
+        positions = self._prompt_logprobs.get(index // self._requests.n, [])
+        texts, result, offset = TokenTexts(self._tokenizer), CompletionLogProbs(), 0
         for token_id, position in zip(request.prompt_token_ids, positions, strict=True):
-            name = tokenizer.token_text(token_id) if tokenizer.is_special(token_id) else ""
-            offset = offsets.next_shown(token_id) if offsets.is_next(name, text) else offsets.next(token_id)
             if position is None:
-                add_unpredicted(result, shown_id(token_id) if self._as_ids else all_texts.first(token_id))
+                add_unpredicted(result, shown_id(token_id) if self._as_ids else text_of(self._tokenizer, token_id))
             else:
-                add_token(result, all_texts.at(position), position, num_likely, offset, self._as_ids)
+                add_token(result, texts.at(position), position, num_likely, offset, self._as_ids)
+            offset += len(result.tokens[-1])
         return result
+
+
+def shift(logprobs: CompletionLogProbs | None, offset: int) -> None:
+    """What stands before these tokens has so many characters: in a later piece the prompt's text, in the first one the names of its
+    tokens (see LogprobsWriter.write)."""
+    if logprobs is not None:
+        logprobs.text_offset = [offset + each for each in logprobs.text_offset]
 
 
 def add_unpredicted(result: CompletionLogProbs, name: str) -> None:

@@ -7,10 +7,11 @@ vllm/entrypoints/openai/chat_completion/serving.py (_create_chat_logprobs).
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import lru_cache
 from typing import Any
 
 from stage02_server.features.logprobs.fields import ChatLogProb, ChatLogProbs, CompletionLogProbs, TokenLogProb
-from stage02_server.features.logprobs.token_texts import TokenOffsets, TokenTexts, bytes_of
+from stage02_server.features.logprobs.token_texts import MAX_KNOWN, TokenTexts
 from stage02_server.protocol_types import AnswerHook
 from stage02_server.serving_engine import EngineRequests
 from stage03_engine.errors import InvalidRequestError
@@ -31,11 +32,17 @@ def shown_id(token_id: int) -> str:
     return f"token_id:{token_id}"
 
 
+@lru_cache(MAX_KNOWN)
+def bytes_of(text: str) -> list[int]:
+    """A text in UTF-8; not to be changed."""
+    return list(text.encode())
+
+
 def add_token(
     result: CompletionLogProbs, texts: dict[int, str], position: TokenLogprobs, num_top: int, offset: int, as_ids: bool
 ) -> None:
-    """Add the chosen token of a position, and `num_top` others in its place. `texts` are those of its tokens; `offset` counts
-    characters. Of several tokens with one text, such as parts of characters, the last one counts."""
+    """Add the chosen token of a position, and `num_top` others in its place. `texts` are those of its tokens; `offset` says
+    where it begins, in characters. Of several tokens with one text, such as parts of characters, the last one counts."""
     result.text_offset.append(offset)
     names = {token_id: shown_id(token_id) for token_id in texts} if as_ids else texts
     result.tokens.append(names[position.token_ids[0]])
@@ -68,26 +75,34 @@ class LogprobsWriter:
     """The logprobs of one answer, piece by piece."""
 
     def __init__(self, tokenizer: Tokenizer, requests: EngineRequests, index: int, as_ids: bool) -> None:
-        request = requests.engine_requests[index // requests.n]
-        params = request.sampling_params
+        params = requests.engine_requests[index // requests.n].sampling_params
         self._as_ids, self._num_top = as_ids, params.num_logprobs or 0
         self._texts = TokenTexts(tokenizer)
-        self._offsets = TokenOffsets(tokenizer, request.prompt_token_ids, params.skip_special_tokens)
+        self._given = 0  # characters of the answer's text
 
-    def write(self, positions: list[TokenLogprobs]) -> CompletionLogProbs:
-        """The next tokens."""
-        result = CompletionLogProbs()
+    def write(self, positions: list[TokenLogprobs], text: str) -> CompletionLogProbs:
+        """The next tokens, which come with `text`.
+
+        As in vLLM the first of them begins where the text so far ends, and each other one after the names of those before it: names
+        of parts of characters are empty until the last part, and "token_id:5" is as long as it reads.
+        """
+        result, offset = CompletionLogProbs(), self._given
         for position in positions:
-            offset = self._offsets.next(position.token_ids[0])
             add_token(result, self._texts.at(position), position, self._num_top, offset, self._as_ids)
+            offset += len(result.tokens[-1])
+        self._given += len(text)
         return result
 
 
 class ChatLogprobsWriter:
-    """The same in the form of chats: an entry per position. `all_tokens`: the chosen token stands first among the others."""
+    """The same in the form of chats: an entry per position. `all_tokens`: the chosen token stands first among the others.
+
+    As in vLLM `bytes` are those of the text that is told, so that the bytes of an answer's tokens add up to its text: a part of a
+    character has none, and the last part has all. With `as_ids` only the chosen token keeps those of its text.
+    """
 
     def __init__(self, tokenizer: Tokenizer, as_ids: bool = False, all_tokens: bool = False) -> None:
-        self._tokenizer, self._as_ids, self._all_tokens = tokenizer, as_ids, all_tokens
+        self._as_ids, self._all_tokens = as_ids, all_tokens
         self._texts = TokenTexts(tokenizer)
 
     def write(self, positions: list[TokenLogprobs]) -> list[ChatLogProb]:
@@ -96,15 +111,12 @@ class ChatLogprobsWriter:
 
     def _entry(self, position: TokenLogprobs) -> ChatLogProb:
         texts = self._texts.at(position)
-
-        def shown(token_id: int, logprob: float) -> TokenLogProb:
-            text = shown_id(token_id) if self._as_ids else texts[token_id]
-            return TokenLogProb(text, finite(logprob), bytes_of(self._tokenizer, token_id))
-
-        pairs = list(zip(position.token_ids, position.logprobs, strict=True))
-        top = list(dict(pairs).items()) if self._all_tokens else pairs[1:]
-        chosen = shown(*pairs[0])
-        return ChatLogProb(chosen.token, chosen.logprob, chosen.bytes, [shown(*pair) for pair in top])
+        names = {token_id: shown_id(token_id) for token_id in texts} if self._as_ids else texts
+        pairs = list(zip(position.token_ids, map(finite, position.logprobs), strict=True))
+        likely = list(dict(pairs).items()) if self._all_tokens else pairs[1:]
+        top = [TokenLogProb(names[token_id], logprob, bytes_of(names[token_id])) for token_id, logprob in likely]
+        token_id, logprob = pairs[0]
+        return ChatLogProb(names[token_id], logprob, bytes_of(texts[token_id]), top)
 
 
 class CompletionLogprobsHook(AnswerHook):
@@ -119,7 +131,7 @@ class CompletionLogprobsHook(AnswerHook):
         if output.logprobs is not None:
             if index not in self._writers:
                 self._writers[index] = LogprobsWriter(self._tokenizer, self._requests, index, self._as_ids)
-            choice.logprobs = self._writers[index].write(output.logprobs)
+            choice.logprobs = self._writers[index].write(output.logprobs, output.text)
 
 
 class ChatLogprobsHook(AnswerHook):

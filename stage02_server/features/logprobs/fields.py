@@ -91,10 +91,13 @@ def checked_top_logprobs(asked: int | None) -> int:
 
 
 class CompletionLogProbs(BaseModel):
-    """Four lists of equal length, one entry per token. `text_offset` counts characters of the answer's text. Nothing
-    predicts the first token of an echoed prompt: its logprobs are None."""
+    """Four lists of equal length, one entry per token. `text_offset` counts characters of `tokens`, which in an answer
+    of whole characters are those of its text. Nothing predicts the first token of an echoed prompt: its logprobs are None."""
 
-    text_offset: list[int] = Field(default=[], description="Where in the answer each token begins, in characters.")
+    text_offset: list[int] = Field(
+        default=[],
+        description="Where each token begins: so many characters have the tokens before it, as they read here.",
+    )
     token_logprobs: list[float | None] = Field(default=[], description="The log-probability of each token.")
     tokens: list[str] = Field(default=[], description="The tokens, as texts.")
     top_logprobs: list[dict[str, float] | None] = Field(
@@ -104,11 +107,11 @@ class CompletionLogProbs(BaseModel):
 
 @dataclass(slots=True)  # an answer may hold a million of them; a model takes eight times the memory
 class TokenLogProb:
-    """A token with its log-probability. `bytes` are there because a token may be a part of a character."""
+    """A token with its log-probability. `bytes` are those of its text, which the last part of a character has alone."""
 
     token: Annotated[str, Field(description="The text of the token.")]
     logprob: Annotated[float, Field(description="Its log-probability.")]
-    bytes: Annotated[list[int], Field(description="Its bytes in UTF-8.")]
+    bytes: Annotated[list[int], Field(description="Its text in UTF-8.")]
 
 
 @dataclass(slots=True)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import codecs
 from functools import lru_cache
 
-from stage03_engine.frontend.tokenizer import ByteLevelStream, Tokenizer
+from stage03_engine.frontend.tokenizer import Tokenizer
 from stage03_engine.messages import TokenLogprobs
 
 UNFINISHED = "\ufffd"  # what half a character looks like
@@ -19,28 +18,18 @@ def text_of(tokenizer: Tokenizer, token_id: int) -> str:
     return tokenizer.token_text(token_id)
 
 
-@lru_cache(MAX_KNOWN)
-def bytes_of(tokenizer: Tokenizer, token_id: int) -> list[int]:
-    """The bytes of a token; not to be changed."""
-    return list(tokenizer.token_bytes(token_id))
-
-
 class TokenTexts:
     """The texts of the tokens of one sequence, position by position.
 
     A character can be spread over several tokens. Those that leave it unfinished have no text, and the one that completes it has
     all of it, so that the texts of a sequence add up to the sequence's text. Bytes that never become a character have none; in the
-    sequence's text they are U+FFFD.
+    sequence's text they are U+FFFD. A prompt and its answer are two sequences, and the first token of a prompt, which nothing
+    predicts, is no part of one: what it begins stays unfinished.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._before: list[int] = []  # the tokens that were chosen last, the newest at the end
-
-    def first(self, token_id: int) -> str:
-        """The text of the first token of a prompt, which nothing predicted: it has no position."""
-        text, self._before = self._text(token_id), [token_id]
-        return text
 
     def at(self, position: TokenLogprobs) -> dict[int, str]:
         """Token id -> text, of each token that could stand at the next position; the first of them is the chosen one."""
@@ -66,42 +55,3 @@ class TokenTexts:
 
     def _joined(self, token_ids: list[int]) -> str:
         return b"".join(map(self._tokenizer.token_bytes, token_ids)).decode("utf-8", errors="replace")
-
-
-class TokenOffsets:
-    """Where each token of a sequence begins in the sequence's text, in characters. A token that begins inside a character has the
-    offset of that character.
-
-    `after` are the tokens before the sequence, as in `Tokenizer.stream`.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, after: list[int], skip_special_tokens: bool) -> None:
-        self._tokenizer, self._skip_special = tokenizer, skip_special_tokens
-        self._stream = tokenizer.stream(after, skip_special_tokens)
-        self._given = 0  # characters of the text that the tokens so far have completed
-
-    def next(self, token_id: int) -> int:
-        """The offset of the next token. A special token that the text does not show takes no room."""
-        if self._skip_special and self._tokenizer.is_special(token_id):
-            return self._given
-        return self.next_shown(token_id)
-
-    def is_next(self, name: str, text: str) -> bool:
-        """True if the sequence's text goes on with this one, perhaps after U+FFFD for bytes that wait."""
-        rest = text[self._given : self._given + len(name) + MAX_CONTEXT]
-        return rest.lstrip(UNFINISHED).startswith(name)
-
-    def next_shown(self, token_id: int) -> int:
-        """The same for a token that the text shows."""
-        raw = self._tokenizer.token_bytes(token_id)
-        given = len(self._stream.push(self._tokenizer.token(token_id), raw))
-        # What is more than the token itself is U+FFFD for the bytes before it, which wait no longer.
-        before = max(0, given - self._alone(raw))
-        self._given += given
-        return self._given - given + before
-
-    def _alone(self, raw: bytes) -> int:
-        """How many characters the token gives when nothing waits before it. A byte of SentencePiece always becomes a character."""
-        if isinstance(self._stream, ByteLevelStream):
-            return len(codecs.getincrementaldecoder("utf-8")(errors="replace").decode(raw))
-        return len(raw.decode("utf-8", errors="replace"))

@@ -26,6 +26,8 @@ from stage02_server.protocol import (
     MessageFunctionCall,
     MessageToolCall,
     RequestModel,
+    Salt,
+    Stops,
 )
 from stage02_server.protocol_types import Int32, Int64, ListOf, Text
 from stage03_engine.errors import InvalidRequestError
@@ -279,9 +281,7 @@ class AnthropicMessagesRequest(AnthropicCountTokensRequest):
     """POST /v1/messages."""
 
     max_tokens: Annotated[Int64, Field(ge=1)] = Field(description="Most tokens of the answer.")
-    stop_sequences: ListOf[Text] | None = Field(
-        default=None, description="Up to four texts; the answer ends before them."
-    )
+    stop_sequences: Stops | None = Field(default=None, description="Up to four texts; the answer ends before them.")
     stream: bool | None = Field(default=False, description="Send the answer piece by piece, as server-sent events.")
     temperature: FiniteFloat | None = Field(default=None, description="0 takes the likeliest token each time.")
     top_p: FiniteFloat | None = Field(
@@ -294,7 +294,7 @@ class AnthropicMessagesRequest(AnthropicCountTokensRequest):
     service_tier: Literal["auto", "standard_only"] | None = Field(
         default=None, description="Accepted; there is one kind of service."
     )
-    cache_salt: Text | None = Field(default=None, description="Only requests with the same salt share cached prefixes.")
+    cache_salt: Salt | None = Field(default=None, description="Only requests with the same salt share cached prefixes.")
     vllm_xargs: dict[Text, Any] | None = Field(default=None, description="Arguments for own logits processors.")
 
     def _chat_fields(self) -> dict[str, Any]:

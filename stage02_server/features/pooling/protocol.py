@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, Field
 
-from stage02_server.protocol import ChatMessageParam, ChatTemplateFields, RequestModel
+from stage02_server.protocol import ChatMessageParam, ChatTemplateFields, RequestModel, Salt
 from stage02_server.protocol_response import UsageInfo
 from stage02_server.protocol_types import Int32, Int64, ListOf, Text, TokenIds
 from stage03_engine.errors import InvalidRequestError
@@ -20,15 +20,15 @@ class PoolingBase(RequestModel):
 
     refused: ClassVar[str] = "pooling"
 
-    truncate_prompt_tokens: Int64 | None = Field(
+    truncate_prompt_tokens: Annotated[Int64, Field(ge=-1)] | None = Field(
         default=None, description="Truncate a longer prompt to this many tokens; -1: to the length of the context."
     )
     truncation_side: Literal["left", "right"] | None = Field(
         default=None, description="Which side of the prompt is cut off."
     )
     user: Text | None = Field(default=None, description="Accepted, and not used.")
-    priority: Int32 = Field(default=0, description="With --scheduling-policy priority: smaller goes first.")
-    cache_salt: Text | None = Field(default=None, description="Only requests with the same salt share cached prefixes.")
+    priority: Int64 = Field(default=0, description="With --scheduling-policy priority: smaller goes first.")
+    cache_salt: Salt | None = Field(default=None, description="Only requests with the same salt share cached prefixes.")
 
 
 class InputRequest(PoolingBase, ChatTemplateFields):

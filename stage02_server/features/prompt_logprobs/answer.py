@@ -32,7 +32,6 @@ class PromptLogprobsHook(AnswerHook):
         """Made when the answer is, which may be in a thread; the same for all answers to the prompt."""
         if prompt in self._found:
             texts, entries = TokenTexts(self._tokenizer), self._found.pop(prompt)
-            texts.first(self._requests.engine_requests[prompt].prompt_token_ids[0])
             self._shown[prompt] = [
                 None if entry is None else self._position(entry, texts.at(entry)) for entry in entries
             ]

@@ -151,5 +151,13 @@ class PlainResponsesResponse(BaseModel):
     user: str | None = Field(default=None, description="Accepted, and not used.")
 
 
+class DeletedResponse(BaseModel):
+    """What is said of a response that has been deleted."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True
+
+
 class ResponsesResponse(*loaded("response", "ResponsesResponse"), PlainResponsesResponse):  # type: ignore[misc]
     """The answer of /v1/responses: what was asked for, how far it has come, and the output when it is there."""

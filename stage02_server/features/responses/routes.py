@@ -8,6 +8,7 @@ from fastapi import APIRouter, FastAPI, Path, Query, Request, Response
 
 from stage02_server.api_server import Services
 from stage02_server.features.responses.protocol import ResponsesRequest
+from stage02_server.features.responses.protocol_output import DeletedResponse
 from stage02_server.features.responses.serving import OpenAIServingResponses
 from stage02_server.streaming import answer, answer_of
 
@@ -41,6 +42,13 @@ async def retrieve_responses(
 async def cancel_responses(response_id: ResponseId, raw_request: Request) -> Response:
     """End a response that is made in the background."""
     return answer(await raw_request.app.state.openai_serving_responses.cancel(response_id))
+
+
+@router.delete("/v1/responses/{response_id}")
+async def delete_responses(response_id: ResponseId, raw_request: Request) -> DeletedResponse:
+    """Forget a stored response, and end it if it is made in the background (OpenAI's; vLLM has no such route)."""
+    await raw_request.app.state.openai_serving_responses.delete(response_id)
+    return DeletedResponse(id=response_id)
 
 
 def install(app: FastAPI, services: Services) -> None:

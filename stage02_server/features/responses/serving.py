@@ -1,4 +1,4 @@
-"""/v1/responses: create, retrieve, cancel (vllm/entrypoints/openai/responses/serving.py, OpenAIServingResponses).
+"""/v1/responses: create, retrieve, cancel, delete (vllm/entrypoints/openai/responses/serving.py, OpenAIServingResponses).
 
 A response is made by one generator of events. A whole answer drains it; a stream sends it; a background
 response is a task that drains it into a log, which any number of readers may follow.
@@ -224,9 +224,22 @@ class OpenAIServingResponses(OpenAIServing):
         entry = self._store.get(response_id, "response_id")
         if entry.task is None:
             raise InvalidRequestError("Only a response created with background=true can be cancelled.", "response_id")
-        entry.task.cancel()
-        await asyncio.gather(entry.task, return_exceptions=True)
+        await self._end(entry.task)
         return entry.whole
+
+    async def delete(self, response_id: str) -> None:
+        """Forget a response; one that runs in the background is ended first. Responses that continue it keep its items.
+        Raises APIError."""
+        store = self._store
+        if (task := store.get(response_id, "response_id").task) is not None:
+            await self._end(task)
+        store.remove(response_id)
+
+    @staticmethod
+    async def _end(task: asyncio.Task[None]) -> None:
+        """Cancel the work, if it goes on, and wait until it has cleaned up."""
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def _drain(events: AsyncGenerator[bytes, None]) -> None:

@@ -163,6 +163,11 @@ class ResponseStore:
                 evicted += 1
         return evicted
 
+    def remove(self, response_id: str) -> None:
+        """Forget one that has ended, if it is not forgotten yet."""
+        self._entries.pop(response_id, None)
+        self._order.pop(response_id, None)
+
     def get(self, response_id: str, param: str) -> StoredResponse:
         """Raises APIError: 400 for what cannot be the id of a response, 404 for one that is not stored, or no longer."""
         if not response_id.startswith("resp_"):

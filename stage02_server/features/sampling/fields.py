@@ -69,13 +69,15 @@ class SamplingFields(RequestFields):
         default=True, description="Leave tokens such as the end of text out of the answer."
     )
     spaces_between_special_tokens: bool | None = Field(default=True, description="Put spaces between special tokens.")
-    truncate_prompt_tokens: Int64 | None = Field(
+    truncate_prompt_tokens: Annotated[Int64, Field(ge=-1)] | None = Field(
         default=None, description="Truncate a longer prompt to this many tokens; -1: to the length of the context."
     )
     truncation_side: Literal["left", "right"] | None = Field(
         default=None, description="Which side of the prompt is cut off."
     )
-    stream_interval: Int32 | None = Field(default=None, description="Tokens from one chunk of the stream to the next.")
+    stream_interval: Annotated[Int32, Field(ge=1)] | None = Field(
+        default=None, description="Tokens from one chunk of the stream to the next."
+    )
     best_of: Int32 | None = Field(default=None, description="Generate this many answers and return the n likeliest.")
     logprob_token_ids: ListOf[Int64] | None = Field(
         default=None,

@@ -40,9 +40,11 @@ def _response_format(value: dict[str, Any]) -> dict[str, Any] | None:
         return None
     if kind == "json_object":
         return {"json_object": True}
+    if kind == "structural_tag":
+        return {"structural_tag": value}
     if kind != "json_schema":
         raise InvalidRequestError(
-            "response_format: type must be one of text, json_object and json_schema.", "response_format"
+            "response_format: type must be one of text, json_object, json_schema and structural_tag.", "response_format"
         )
     holder = value.get("json_schema")
     schema = holder.get("schema") if isinstance(holder, dict) else None

@@ -30,10 +30,12 @@ class StructuredOutputsFields(RequestFields):
     """What the answer must match. At most one of them may be given."""
 
     response_format: dict[str, Any] | None = Field(
-        default=None, description="Text, a JSON object, or JSON that follows a schema."
+        default=None,
+        description="Text, a JSON object, JSON that follows a schema, or text with tags in it (structural_tag).",
     )
     structured_outputs: dict[str, Any] | None = Field(
-        default=None, description="One of json, regex, choice, grammar and json_object, which the answer must follow."
+        default=None,
+        description="One of json, regex, choice, grammar, json_object and structural_tag, which the answer must follow.",
     )
     guided_json: Text | dict[str, Any] | bool | None = Field(
         default=None, description="A JSON schema that the answer must follow."

@@ -21,7 +21,7 @@ from stage03_engine.frontend.tokenizer import Tokenizer
 from stage03_engine.plugins import loaded
 
 router = APIRouter()
-TokenId = Annotated[StrictInt, Field(ge=0, lt=2**63)]
+TokenId = Annotated[StrictInt, Field(ge=0, le=2**63 - 1)]
 MAX_TOKEN_IDS = 2**32  # the tokenizers library can be asked for no more
 
 

@@ -61,7 +61,9 @@ def cores_of(text: str | None) -> set[int]:
         if match is None or int(match[2] or match[1]) < int(match[1]):
             raise ConfigError(f"cpu_omp_threads_bind must be like 0-3 or 0,2, or auto, or nobind; not {text!r}")
         cores.update(range(int(match[1]), int(match[2] or match[1]) + 1))
-    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    if not hasattr(os, "sched_setaffinity"):
+        raise ConfigError(f"cpu_omp_threads_bind {text!r}: this system binds no process to cores; leave it out")
+    usable = os.sched_getaffinity(0)
     if missing := sorted(cores - usable):
         raise ConfigError(f"cpu_omp_threads_bind {text!r}: this process cannot use core {missing[0]}")
     return cores

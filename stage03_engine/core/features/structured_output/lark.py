@@ -8,6 +8,7 @@ import json
 import re
 from typing import Any
 
+from stage03_engine.core.features.structured_output.structural_tag import structural_tag_to_lark
 from stage03_engine.params.structured_outputs import COMPACT
 
 MAX_WHITESPACE = 16  # in a row, between two parts of a JSON text: a small model might otherwise never get further
@@ -31,6 +32,10 @@ def to_lark(kind: str, text: str, any_whitespace: bool = True) -> str:
     if kind == "choice":  # a terminal, so that the lexer distinguishes the choices
         choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
         return _HEADER + f"start: CHOICE\nCHOICE: {choices}"
+    if kind == "structural_tag":
+        return _HEADER + structural_tag_to_lark(
+            json.loads(text), lambda schema: _json_schema(schema, any_whitespace), _regex
+        )
     return _HEADER + _gbnf(text)
 
 

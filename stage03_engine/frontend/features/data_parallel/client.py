@@ -103,6 +103,12 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
         return sum(engine.state == EngineState.READY for engine in self._engines.values())
 
     @property
+    def num_gpu_blocks(self) -> dict[int, int]:
+        """How many KV-cache blocks each engine has, once it has said so."""
+        said = {index: engine.num_gpu_blocks for index, engine in self._engines.items()}
+        return {index: num_blocks for index, num_blocks in said.items() if num_blocks is not None}
+
+    @property
     def num_restarts(self) -> int:
         """How often a dead engine has been started again."""
         return self._limit.total
@@ -136,6 +142,7 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
         """From now on the engine takes requests, first those that waited for one."""
         engine.owes_since = None
         self._now(engine, EngineState.READY)
+        engine.num_gpu_blocks = ready.num_gpu_blocks
         self._balancer.join(engine.index, ready.num_gpu_blocks)
         engine.reader = self._in_background(self._read(engine))
         if self._is_watched:

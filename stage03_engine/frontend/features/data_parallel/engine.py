@@ -68,6 +68,7 @@ class Engine:
     client: AsyncEngineCoreClient
     state: EngineState = EngineState.LOADING
     num_requests: int = 0  # of this front end, in this engine
+    num_gpu_blocks: int | None = None  # of its KV cache, once it has said so
     drained: asyncio.Event = field(default_factory=asyncio.Event)
     reader: asyncio.Task[None] | None = None
     owes_since: float | None = None  # by `DPLBAsyncMPClient.clock`; each sign of life counts as an answer

@@ -8,5 +8,8 @@ FEATURE = Feature(
     name="prometheus",
     help="counts and times of all requests, for /metrics",
     room=__package__,
-    parts=(Part("stats", ".prometheus:PrometheusStatLogger", key="server"),),
+    parts=(
+        Part("stats", ".prometheus:PrometheusStatLogger", key="server"),
+        Part("routes", ".prometheus:install"),
+    ),
 )

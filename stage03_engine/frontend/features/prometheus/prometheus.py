@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, TypeVar
+import math
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.frontend.metrics import FinishedStats, IterationStats, StatLogger
 from stage03_engine.messages import FinishReason, SchedulerStats
 from stage03_engine.plugins import loaded
+
+if TYPE_CHECKING:
+    from stage03_engine.frontend.async_llm import AsyncLLM
 
 TTFT_BUCKETS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0
@@ -34,6 +41,7 @@ ANSWER_BUCKETS = (1, 2, 5, 10, 20)
 PREEMPTION_BUCKETS = (1, 2, 3, 4, 5, 10, 20)
 SUMMED = {"multiprocess_mode": "livesum"}
 """How several API servers merge a gauge: by adding up, because only the first server hears from an engine's scheduler."""
+
 CACHE_SETTINGS = (
     "block_size", "enable_prefix_caching", "gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override",
     "swap_space",
@@ -132,7 +140,6 @@ class _EngineMetrics:
         self._preemptions = histogram("request_num_preemptions", "Preemptions per request.", PREEMPTION_BUCKETS)
         self._add_reasons(families, values)
         self._seen = SchedulerStats()
-        _cache_config_info(config, families, engine=values["engine"])
 
     def _add_reasons(self, families: Families, values: dict[str, str]) -> None:
         """The metrics that have a label more, with each of its values from the start."""
@@ -206,9 +213,43 @@ class _EngineMetrics:
         self._success["abort"].inc()
 
 
-def _cache_config_info(config: VllmConfig, families: Families, engine: str) -> None:
-    """An info metric: always 1, and its labels are the settings."""
-    cache = config.cache_config
-    labels = {name: str(getattr(cache, name)) for name in CACHE_SETTINGS if hasattr(cache, name)} | {"engine": engine}
-    text = "Settings of the KV cache."
-    families.get(Gauge, "vllm:cache_config_info", text, labels, multiprocess_mode="livemax").set(1)
+def capacity(config: VllmConfig, num_gpu_blocks: int) -> Mapping[str, object]:
+    """What an engine with so many blocks has room for: requests of full length, and their tokens (vLLM: get_kv_cache_capacity)."""
+    concurrency = num_gpu_blocks / math.ceil(config.max_model_len / config.cache_config.block_size)
+    return {
+        "num_gpu_blocks": num_gpu_blocks,
+        "kv_cache_size_tokens": int(concurrency * config.max_model_len),
+        "kv_cache_max_concurrency": concurrency,
+    }
+
+
+class CacheConfigInfo(Collector):
+    """The metric `vllm:cache_config_info`: always 1, and its labels are the settings of the KV cache and, once an engine is ready, its size."""
+
+    def __init__(self, engine: AsyncLLM) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        """A sample for each engine that has said how many blocks it has."""
+        config, cache = self._engine.vllm_config, self._engine.vllm_config.cache_config
+        settings = {name: getattr(cache, name) for name in CACHE_SETTINGS if hasattr(cache, name)} | {
+            "cache_dtype": "auto"
+        }
+        names = [*settings, *capacity(config, 0), "engine"]
+        metric = GaugeMetricFamily("vllm:cache_config_info", "Settings and size of the KV cache.", labels=names)
+        for index, num_blocks in self._blocks().items():
+            labels = [*settings.values(), *capacity(config, num_blocks).values(), index]
+            metric.add_metric(list(map(str, labels)), 1)
+        yield metric
+
+    def _blocks(self) -> Mapping[int, int]:
+        """Engine -> blocks. A client of several engines knows; of one, it is what the engine said when it was ready."""
+        ready = self._engine.ready
+        if ready is None:
+            return {}
+        return getattr(self._engine.engine_core, "num_gpu_blocks", {0: ready.num_gpu_blocks})
+
+
+def install(app: Any, services: Any) -> None:
+    """Add it to the metrics of a server (stage02_server's Services)."""
+    services.registry.register(CacheConfigInfo(services.engine))

@@ -33,12 +33,12 @@ class Decoder:
         byte = self.byte_of(token)
         return token.replace(SPACE, " ").encode() if byte is None else bytes([byte])
 
-    def stream(self, after_text: bool) -> SentencePieceStream:
-        """For the text of tokens that follow a prompt; `after_text` says that the prompt has any text."""
-        return SentencePieceStream(self, after_text)
+    def stream(self, after: str) -> SentencePieceStream:
+        """For the text of tokens that follow the token `after`; it is empty if they are the first."""
+        return SentencePieceStream(self, bool(after))
 
 
-def read_decoder(steps: list[dict[str, Any]]) -> Decoder | None:
+def read_decoder(steps: list[dict[str, Any]], backend: Any) -> Decoder | None:
     """The decoder that `steps` (the part "decoder" of a tokenizer.json) describe; None if it is not supported."""
     kinds = [step["type"] for step in steps]
     if kinds == ["Metaspace"] and steps[0]["replacement"] == SPACE:
