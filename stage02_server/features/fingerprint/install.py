@@ -16,7 +16,8 @@ def system_fingerprint(args: FrontendArgs, config: VllmConfig) -> str | None:
     """`stages-0.9.0-tp2-1a2b3c4d` (full), `stages-0.9.0-1a2b3c4d` (hash), the operator's own text, or None."""
     if args.fingerprint_mode in ("custom", "none"):
         return args.fingerprint_value
-    sizes = {short: getattr(config.parallel_config, name, 1) for short, name in SIZES.items()}
+    parallel = getattr(config, "parallel_config", None)  # of a feature
+    sizes = {short: getattr(parallel, name, 1) for short, name in SIZES.items()}
     shown = [f"{short}{size}" for short, size in sizes.items() if size > 1 and args.fingerprint_mode == "full"]
     return "-".join((f"stages-{__version__}", *shown, config.hash()[:8]))
 
