@@ -14,6 +14,8 @@ import pytest
 from judging import Rejected, load, reference, wrong_signatures
 
 from stage01_cli.tools.course.exercises import Exercise, exercises, find
+from stage01_cli.tools.course.guard import NotYourOwn, watching
+from stage01_cli.tools.course.own import elsewhere, problem
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -57,18 +59,33 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 @pytest.fixture(scope="module")
-def impl(request: pytest.FixtureRequest) -> ModuleType:
-    """The solution that is judged: a module with the parts that the exercise names."""
+def impl(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
+    """The solution that is judged: a module with the parts that the exercise names. While it is judged, it cannot ask the reference."""
     [exercise] = [each for each in exercises().values() if each.judge == request.path]
     path = request.config.getoption("impl", default=None)
     if path is None:
-        return reference(exercise)
+        yield reference(exercise)
+        return
+    if found := problem(exercise, path):
+        raise NotTheirOwn(*found)
     solution, reason = loaded(path)
     if solution is None:
         pytest.fail(f"{path.name} cannot be loaded: {reason}", pytrace=False)
+    if borrowed := elsewhere(exercise, solution, path.resolve()):
+        raise NotTheirOwn("rejected", "\n".join(borrowed))
     if wrong := wrong_signatures(exercise, solution):
         pytest.fail("\n".join(wrong), pytrace=False)
-    return solution
+    with watching(exercise, solution, path.resolve()) as asked:
+        request.config.stash[ASKED] = asked
+        yield solution
+
+
+class NotTheirOwn(Exception):
+    """(outcome, text) of a file that has its answers from somewhere else, or does not have them."""
+
+
+ASKED = pytest.StashKey[list[str]]()
+"""What the solution asked the reference for."""
 
 
 def loaded(path: Path) -> tuple[ModuleType | None, str]:
@@ -94,7 +111,13 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> 
     """A verdict is shown as it is, without the judge's own code around it."""
     report: Any = yield
     error, outcome = call.excinfo.value if call.excinfo else None, "error"
-    if isinstance(error, Rejected):
+    asked = item.config.stash.get(ASKED, [])
+    if asked and call.when == "call":  # even where the solution has hidden the error
+        report.outcome, report.longrepr, outcome = "failed", asked[0], "rejected"
+        error = error or NotYourOwn(asked[0])
+    elif isinstance(error, NotTheirOwn):
+        outcome, report.longrepr = error.args
+    elif isinstance(error, Rejected):
         report.longrepr, outcome = str(error), "rejected"
     elif isinstance(error, NotImplementedError):
         last = call.excinfo.traceback[-1]  # type: ignore[union-attr]

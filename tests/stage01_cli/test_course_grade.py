@@ -16,15 +16,17 @@ import pytest
 
 from stage01_cli.main import main
 from stage01_cli.tools.course import grading, sandbox
-from stage01_cli.tools.course.exercises import find
+from stage01_cli.tools.course.exercises import JUDGES, find
 from stage01_cli.tools.course.verdict import read
 from stage03_engine.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(sandbox.problem() is not None, reason=str(sandbox.problem()))
+sys.path.append(str(JUDGES))
+from pasted import pasted
+
 SCHEDULER = find("scheduler")
-BEGINNING = (
-    "import os, socket, threading\nfrom stage03_engine.core.scheduler import Scheduler as R\n\n\nclass Scheduler(R):\n"
-)
+WRITTEN = pasted(SCHEDULER).replace("class Scheduler(", "class Base(") + "\n\nclass Scheduler(Base):\n"
+"""An honest scheduler, and the beginning of a class that may change it."""
 ATTEMPTS = """
     def schedule(self):
         attempts = {{
@@ -80,7 +82,7 @@ SUBMISSIONS = {
 def submit(folder: Path, student: str, body: str) -> Path:
     path = folder / student / f"{SCHEDULER.name}.py"
     path.parent.mkdir()
-    path.write_text(BEGINNING + body, encoding="utf-8")
+    path.write_text(WRITTEN + body, encoding="utf-8")
     return path
 
 

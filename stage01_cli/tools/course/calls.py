@@ -81,6 +81,25 @@ def _own(exercise: Exercise, work: Path) -> Path:
     return solution
 
 
+def _finished(exercise: Exercise, work: Path) -> Path:
+    """The file of somebody who wants it to serve. Raises ConfigError, in one line, for one that is not written, or not their own."""
+    from stage01_cli.tools.course.own import problem, unwritten
+
+    solution, number = _own(exercise, work), exercise.number
+    try:
+        missing = unwritten(exercise, solution)
+    except SyntaxError as error:
+        raise ConfigError(f"{in_project(solution)}, line {error.lineno}: {error.msg}") from error
+    if found := problem(exercise, solution):
+        raise ConfigError(f"{in_project(solution)}: {' '.join(found[1].splitlines())}")
+    if missing:
+        more = f", nor {len(missing) - 1} more" * (len(missing) > 1)
+        raise ConfigError(
+            f"{in_project(solution)}: {missing[0]} is not written yet{more}; `stages course check {number}` leads you through"
+        )
+    return solution
+
+
 def watch(what: str | int, work: Path = WORK) -> None:
     """Check again whenever your file is saved, until it passes."""
     solution = _own(find(what), work)
@@ -132,7 +151,7 @@ def serve(what: str | int, work: Path = WORK) -> bool:
     from stage01_cli.tools.course.serving import served
 
     exercise = find(what)
-    same = served(exercise, _own(exercise, work), work)
+    same = served(exercise, _finished(exercise, work), work)
     if same:
         table.update(work, exercise.name, lambda done: setattr(done, "served", table.now()))
     return same
@@ -143,7 +162,7 @@ def compare(what: str | int, work: Path = WORK) -> None:
     from stage01_cli.tools.course.serving import CLIENTS, ROUNDS, measured
 
     exercise = find(what)
-    rows = measured(exercise, _own(exercise, work))
+    rows = measured(exercise, _finished(exercise, work))
     print(f"{CLIENTS} clients at once, medians of {ROUNDS} alternating rounds")
     print(f"{'':24}{'reference':>12}{'yours':>12}{'ratio':>8}  lowest and highest of a round")
     for row in rows:

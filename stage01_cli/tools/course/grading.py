@@ -25,6 +25,7 @@ from typing import BinaryIO, TextIO
 
 from stage01_cli.tools.course import sandbox
 from stage01_cli.tools.course.exercises import ROOT, Exercise, exercises
+from stage01_cli.tools.course.own import problem
 from stage01_cli.tools.course.verdict import LIMIT, Verdict, judge_arguments, printable, read
 from stage03_engine.errors import ConfigError
 
@@ -95,7 +96,9 @@ def grade_one(student: str, exercise: Exercise, path: Path) -> Grade:
     elif path.stat().st_size > LARGEST_SUBMISSION:
         verdict, imports = Verdict("error", f"more than {LARGEST_SUBMISSION} bytes"), ""
     else:
-        verdict, imports = judge_shut_in(exercise, path), ", ".join(own_imports(exercise, path))
+        found = problem(exercise, path)
+        verdict = Verdict(*found) if found else judge_shut_in(exercise, path)
+        imports = ", ".join(own_imports(exercise, path))
     points = exercise.points if verdict.passed else 0
     seconds = round(time.monotonic() - began, 1)
     return Grade(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TextIO
 
 from stage01_cli.tools.course.exercises import ROOT, Exercise, in_project
+from stage01_cli.tools.course.own import problem
 from stage03_engine.errors import ConfigError
 
 LIMIT = {False: 60, True: 180}  # seconds; a check takes 5, or 20 with tensors, on a machine with nothing else to do
@@ -52,6 +53,8 @@ def judge_arguments(exercise: Exercise, solution: Path, verdicts: Path, limit: f
 def judge(exercise: Exercise, solution: Path, limit: float | None = None) -> Verdict:
     """Judge a file. Raises ConfigError when the judge itself cannot run."""
     limit = limit or LIMIT[exercise.tensors]
+    if found := problem(exercise, solution):
+        return Verdict(*found)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="stages-course-") as folder:
         verdicts = Path(folder) / "verdicts.jsonl"
