@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import faulthandler
-import json
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,21 +15,25 @@ from judging import Rejected, load, reference, wrong_signatures
 from stage01_cli.tools.course.exercises import Exercise, exercises, find
 from stage01_cli.tools.course.guard import NotYourOwn, watching
 from stage01_cli.tools.course.own import elsewhere, problem
+from stage01_cli.tools.course.sealed import writer
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--exercise", help="judge this exercise alone: 5, ex05 or scheduler")
     parser.addoption("--impl", type=Path, help="the file to judge; without it the project's own part is judged")
-    parser.addoption("--verdicts", type=Path, help="write a line of JSON for each test to this file")
     parser.addoption(
-        "--limit", type=float, help="seconds; then the process ends, and a .stack beside --verdicts says where"
+        "--verdicts", type=int, nargs=2, help="write a sealed line for each test to the first descriptor; the second has the key"
     )
+    parser.addoption("--limit", type=float, help="seconds; then the process ends")
+    parser.addoption("--stack", type=Path, help="the file that then says where it was")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    limit, verdicts = (config.getoption(name, default=None) for name in ("limit", "verdicts"))
-    if limit and verdicts:
-        faulthandler.dump_traceback_later(limit, exit=True, file=verdicts.with_suffix(".stack").open("w"))
+    limit, stack, verdicts = (config.getoption(name, default=None) for name in ("limit", "stack", "verdicts"))
+    if limit and stack:
+        faulthandler.dump_traceback_later(limit, exit=True, file=stack.open("w"))
+    if verdicts is not None:
+        config.stash[WRITE] = writer(*verdicts)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -38,9 +41,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def write(config: pytest.Config, line: dict[str, Any]) -> None:
-    if path := config.getoption("verdicts", default=None):
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+    if (told := config.stash.get(WRITE, None)) is not None:
+        told(line)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -78,6 +80,10 @@ def impl(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
     with watching(exercise, solution, path.resolve()) as asked:
         request.config.stash[ASKED] = asked
         yield solution
+
+
+WRITE = pytest.StashKey[Callable[[dict[str, Any]], None]]()
+"""Tells whoever waits for the verdict."""
 
 
 class NotTheirOwn(Exception):

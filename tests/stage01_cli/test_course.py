@@ -81,8 +81,7 @@ def test_a_verdict_says_how_far_it_went(tmp_path: Path) -> None:
         {"outcome": "unwritten", "text": "not yet written: f"},
     ]
     for verdicts, said in ((lines, "; 1 of 12 tests pass)"), (lines[::2], "ex05_scheduler.py)")):
-        (tmp_path / "v.jsonl").write_text("".join(json.dumps(line) + "\n" for line in verdicts), encoding="utf-8")
-        found = verdict.read(tmp_path / "v.jsonl", tmp_path, 60)
+        found = verdict.read(verdicts, tmp_path / "stack.txt", tmp_path, 60)
         assert found is not None
         assert verdict.report(SCHEDULER, SCHEDULER.solution(tmp_path), found).splitlines()[0].endswith(said)
 

@@ -17,18 +17,20 @@ import pytest
 from stage01_cli.main import main
 from stage01_cli.tools.course import grading, sandbox
 from stage01_cli.tools.course.exercises import JUDGES, find
+from stage01_cli.tools.course.sealed import LARGEST, Reading, opened, seal
 from stage01_cli.tools.course.verdict import read
 from stage03_engine.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(sandbox.problem() is not None, reason=str(sandbox.problem()))
 sys.path.append(str(JUDGES))
-from pasted import pasted
+from pasted import pasted  # noqa: E402
 
 SCHEDULER = find("scheduler")
 WRITTEN = pasted(SCHEDULER).replace("class Scheduler(", "class Base(") + "\n\nclass Scheduler(Base):\n"
 """An honest scheduler, and the beginning of a class that may change it."""
 ATTEMPTS = """
     def schedule(self):
+        import os, socket, threading
         attempts = {{
             "fork": os.fork,
             "network": lambda: socket.create_connection(("127.0.0.1", {port})),
@@ -57,19 +59,21 @@ SUBMISSIONS = {
     "loops": "    def schedule(self):\n        while True:\n            pass\n",
     "eats": "    def schedule(self):\n        self.all = [bytearray(100 << 20) for _ in range(1000)]\n",
     "prints": "    def schedule(self):\n        while True:\n            print('x' * 1000000)\n",
-    "forges": "    def schedule(self):\n        open('verdicts.jsonl', 'w').write('[1')\n        os._exit(0)\n",
+    "forges": "    def schedule(self):\n        import os\n        for n in range(3, 64):\n            try:\n                os.write(n, b'[1')\n            except OSError:\n                pass\n        os._exit(0)\n",
     "digs": """    def schedule(self):
+        import os
         while True:
             os.mkdir("deep")
             os.chdir("deep")
 """,
     "threads": """    def schedule(self):
+        import threading
         threading.stack_size(32768)
         while True:
             threading.Thread(target=threading.Event().wait).start()
 """,
     "shares": """    def schedule(self):
-        import mmap
+        import mmap, threading
         self.all = [mmap.mmap(-1, 1 << 30) for _ in range(2)]
         for each in self.all:
             for _ in range(1000):
@@ -102,6 +106,7 @@ def grades(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(grading, "LIMIT", {False: 20, True: 20})
             patch.setattr(grading.tempfile, "tempdir", str(temporary))
+            patch.setattr(grading, "refusals", lambda exercise, path: [])  # the sandbox is what is tested
             assert main(["course", "grade", str(folder), "--csv", str(table)]) == 0
     assert outside.read_text() == "untouched" and os.access(outside, os.R_OK)
     assert not list(temporary.iterdir())
@@ -116,7 +121,7 @@ def test_every_submission_has_its_own_line(grades: dict[str, dict[str, str]]) ->
         name: name == "good" for name in grades
     }
     assert grades["good"]["points"] == str(SCHEDULER.points) and grades["tries"]["points"] == "0"
-    assert grades["tries"]["imports"] == "os, socket, threading"
+    assert grades["tries"]["imports"] == "os, socket, stagetrace, threading"
 
 
 @pytest.mark.parametrize(
@@ -151,27 +156,35 @@ def test_no_cell_is_a_formula(tmp_path: Path) -> None:
     assert "'=cmd()" in text and "'+1 second line" in text
 
 
+KEY = b"k" * 32
+LINES = ['{"collected": 1}', '{"outcome": "passed", "text": ""}']
+SEALED = [f"{seal(KEY, number, line)} {line}" for number, line in enumerate(LINES)]
+
+
 @pytest.mark.parametrize(
     "written",
-    [
-        "[" * 100_000, '[1]\n{"outcome": "rejected"}', '{"collected": 1}\n{"outcome": "fine", "text": ""}', "x" * (2 << 20),
-        '{"collected": 1}\n{"outcome": ["rejected"], "text": ""}', '{"collected": 1}\n{"outcome": "error", "text": 5}',
-    ],
-    ids=["nested", "list", "outcome", "large", "no word", "no text"],
+    ["[" * 100_000, "\n".join(LINES), SEALED[1], "\n".join([SEALED[0]] * 2), SEALED[0] + " ", f"{seal(b'', 0, LINES[0])} {LINES[0]}"],
+    ids=["nested", "no seal", "another's turn", "twice", "changed", "another key"],
 )  # fmt: skip
-def test_a_forged_verdict_is_refused(tmp_path: Path, written: str) -> None:
-    """Each of these once ended the grading of all."""
-    path = tmp_path / "verdicts.jsonl"
-    path.write_text(written)
-    with pytest.raises((ValueError, KeyError, TypeError)):
-        read(path, tmp_path / "solution.py", 1)
+def test_a_forged_verdict_is_refused(written: str) -> None:
+    assert opened(KEY, "\n".join(SEALED))[1]["outcome"] == "passed"
+    with pytest.raises(ValueError, match="has not written"):
+        opened(KEY, written)
+
+
+def test_a_verdict_without_end_is_refused() -> None:
+    reading = Reading()
+    os.write(reading.descriptors[0], b"x" * (1 << 16))
+    for _ in range(2 * LARGEST >> 16):
+        os.write(reading.descriptors[0], b"x" * (1 << 16))
+    with pytest.raises(ValueError, match="more than"):
+        reading.lines()
 
 
 def test_a_verdict_can_be_written_anywhere(tmp_path: Path) -> None:
     """Half a character comes of honest detokenizers, too."""
-    path = tmp_path / "verdicts.jsonl"
-    path.write_text('{"collected": 1}\n{"outcome": "error", "text": "a\\ud800\\u001b[2J\\nb"}')
-    verdict = read(path, tmp_path / "solution.py", 1)
+    lines = [{"collected": 1}, {"outcome": "error", "text": "a\ud800\u001b[2J\nb"}]
+    verdict = read(lines, tmp_path / "stack.txt", tmp_path / "solution.py", 1)
     assert verdict is not None and verdict.text == "a\\ud800\\x1b[2J\nb"
 
 

@@ -26,7 +26,9 @@ from typing import BinaryIO, TextIO
 from stage01_cli.tools.course import sandbox
 from stage01_cli.tools.course.exercises import ROOT, Exercise, exercises
 from stage01_cli.tools.course.own import problem
-from stage01_cli.tools.course.verdict import LIMIT, Verdict, judge_arguments, printable, read
+from stage01_cli.tools.course.reading import refusals
+from stage01_cli.tools.course.sealed import Reading
+from stage01_cli.tools.course.verdict import LIMIT, Verdict, judge_arguments, printable, read, started
 from stage03_engine.errors import ConfigError
 
 MEMORY = {False: 1 << 30, True: 2 << 30}  # bytes, without and with tensors
@@ -96,8 +98,7 @@ def grade_one(student: str, exercise: Exercise, path: Path) -> Grade:
     elif path.stat().st_size > LARGEST_SUBMISSION:
         verdict, imports = Verdict("error", f"more than {LARGEST_SUBMISSION} bytes"), ""
     else:
-        found = problem(exercise, path)
-        verdict = Verdict(*found) if found else judge_shut_in(exercise, path)
+        verdict = read_first(exercise, path) or judge_shut_in(exercise, path)
         imports = ", ".join(own_imports(exercise, path))
     points = exercise.points if verdict.passed else 0
     seconds = round(time.monotonic() - began, 1)
@@ -112,26 +113,34 @@ def grade_one(student: str, exercise: Exercise, path: Path) -> Grade:
     )
 
 
+def read_first(exercise: Exercise, path: Path) -> Verdict | None:
+    """The verdict on a file that need not run, or may not."""
+    if found := problem(exercise, path):
+        return Verdict(*found)
+    if refused := refusals(exercise, path):
+        return Verdict("refused", "It was not run: " + " ".join(refused))
+    return None
+
+
 def judge_shut_in(exercise: Exercise, path: Path) -> Verdict:
     """The verdict on a file that is judged in a sandbox, in a folder of its own that is removed afterwards."""
     limit = LIMIT[exercise.tensors]
     scratch = Path(tempfile.mkdtemp(prefix="stages-grade-"))
     try:
-        solution, verdicts, said = scratch / path.name, scratch / "verdicts.jsonl", scratch / "said.txt"
+        solution, stack, said = scratch / path.name, scratch / "stack.txt", scratch / "said.txt"
+        reading = Reading()
         shutil.copyfile(path, solution)
         command = [sys.executable, "-m", sandbox.__name__, str(scratch), str(2 * limit), str(MEMORY[exercise.tensors])]
-        command += [str(os.getpid()), *judge_arguments(exercise, solution, verdicts, limit)]
+        command += [str(os.getpid()), *judge_arguments(exercise, solution, reading, stack, limit)]
         with said.open("w+b") as output:
-            process = subprocess.Popen(
-                command, cwd=scratch, env=environment(scratch), stdin=subprocess.DEVNULL, stdout=output,
-                stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
+            process = started(command, output, reading, cwd=scratch, env=environment(scratch))
             ended = _wait(process, scratch, 2 * limit, MEMORY[exercise.tensors])
+            lines = reading.lines()
             if ended is not None:
                 return Verdict("error", ended)
-            found = read(verdicts, solution, limit)
+            found = read(lines, stack, solution, limit)
             return found or Verdict("error", f"the judge could not run: {_end_of(output)}")
-    except (ValueError, KeyError, TypeError, OSError) as error:  # it has written into its verdict's file
+    except (ValueError, OSError) as error:  # it has written where its verdict goes
         return Verdict("error", f"no verdict that can be read: {error}")
     finally:
         _remove(scratch)
