@@ -22,7 +22,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--exercise", help="judge this exercise alone: 5, ex05 or scheduler")
     parser.addoption("--impl", type=Path, help="the file to judge; without it the project's own part is judged")
     parser.addoption(
-        "--verdicts", type=int, nargs=2, help="write a sealed line for each test to the first descriptor; the second has the key"
+        "--verdicts",
+        type=int,
+        nargs=2,
+        help="write a sealed line for each test to the first descriptor; the second has the key",
     )
     parser.addoption("--limit", type=float, help="seconds; then the process ends")
     parser.addoption("--stack", type=Path, help="the file that then says where it was")

@@ -89,7 +89,7 @@ def test_the_honest_are_not_refused(exercise, tmp_path: Path) -> None:  # type: 
 UNREAD = {
     "ends the process": "import os\nos._exit(0)\n",
     "ends pytest": "import pytest\npytest.exit('passed', 0)\n",
-    "writes where its verdict goes": 'import os\nfor _n in range(3, 64):\n    try:\n        os.write(_n, b\'{"collected": 0}\\n\')\n'
+    "writes where its verdict goes": "import os\nfor _n in range(3, 64):\n    try:\n        os.write(_n, b'{\"collected\": 0}\\n')\n"
     "    except OSError:\n        pass\nos._exit(0)\n",
     "leaves a verdict": "open('verdicts.jsonl', 'w').write('{\"collected\": 0}')\n",
     "asks the reference": "",

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,8 @@ from stage01_cli.main import main
 from stage01_cli.tools.course import grading, sandbox
 from stage01_cli.tools.course.exercises import JUDGES, find
 from stage01_cli.tools.course.sealed import LARGEST, Reading, opened, seal
-from stage01_cli.tools.course.verdict import read
+from stage01_cli.tools.course.sentences import kept, sentences_of
+from stage01_cli.tools.course.verdict import Verdict, read
 from stage03_engine.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(sandbox.problem() is not None, reason=str(sandbox.problem()))
@@ -215,6 +217,61 @@ def test_many_small_files_are_much(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for number in range(21):
         (tmp_path / str(number)).touch()
     assert "wrote more" in str(grading._too_large(tmp_path))
+
+
+def test_who_submitted_nothing_has_a_row(tmp_path: Path) -> None:
+    (tmp_path / "nobody").mkdir()
+    submit(tmp_path, "somebody", "    pass\n")
+    assert [(name, exercise and exercise.number) for name, exercise, _ in grading.submissions(tmp_path)] == [
+        ("nobody", None),
+        ("somebody", 5),
+    ]
+    row = grading.grade_one("nobody", None, tmp_path / "nobody")
+    assert (row.points, row.outcome) == (0, "missing") and "no file" in row.verdict
+
+
+@pytest.mark.parametrize(
+    ("hours", "late", "points"), [(-1, "", 15), (0.5, "0 d 1 h", 13.5), (25, "1 d 1 h", 12), (24 * 30, "30 d 0 h", 0)]
+)
+def test_what_comes_late_loses_a_share_for_each_day(
+    hours: float, late: str, points: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = submit(tmp_path, "one", "    pass\n")
+    due = grading.due("2026-11-30T12:00+00:00", 10)
+    assert due is not None
+    written = due.when.timestamp() + 3600 * hours
+    os.utime(path, (written, written))
+    monkeypatch.setattr(grading, "judge_shut_in", lambda exercise, path, partial: Verdict("passed", ""))
+    grade = grading.grade_one("one", SCHEDULER, path, due)
+    assert (grade.late, grade.points) == (late, points)
+
+
+def test_partial_points_are_for_sentences_that_every_test_has_seen_kept() -> None:
+    stream = find("stream")
+    named = sentences_of(stream)
+    assert {*chain(*named.values())} == {*stream.contract}, "a sentence that no test names"
+    results = [{"test": name, "outcome": "passed"} for name in named]
+    assert kept(stream, results) == [*stream.contract]
+    results[0] |= {"outcome": "rejected"}
+    assert set(stream.contract) - {*kept(stream, results)} == named[results[0]["test"]]
+    assert not kept(stream, [])
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_what_is_half_right_has_half_of_the_points_if_asked_for(partial: bool, tmp_path: Path) -> None:
+    stream = find("stream")
+    path = stream.solution(tmp_path)
+    path.write_text(pasted(stream).replace("return b'data: '", "return b'event: '"), encoding="utf-8")
+    grade = grading.grade_one("one", stream, path, partial=partial)
+    assert grade.outcome == "rejected" and (grade.points > 0) == partial, grade
+    if partial:
+        assert grade.points == round(10 * (len(stream.contract) - 1) / len(stream.contract), 2)
+
+
+@pytest.mark.parametrize("words", [["--due", "tomorrow"], ["--late", "10"], ["--due", "2026-11-30", "--late", "101"]])
+def test_a_time_that_is_none_is_one_line(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["course", "grade", str(tmp_path), *words]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def test_a_negative_number_of_jobs_is_one_line(tmp_path: Path) -> None:

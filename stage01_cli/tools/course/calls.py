@@ -172,23 +172,33 @@ def compare(what: str | int, work: Path = WORK) -> None:
     serve(what, work)
 
 
-def grade(folder: Path, csv: str | None = None, jobs: int = 0) -> None:
-    """Judge a folder of submissions, each in a sandbox: a table, or with `csv` the same as CSV in that file ("-": printed)."""
+def grade(
+    folder: Path,
+    csv: str | None = None,
+    jobs: int = 0,
+    due: str | None = None,
+    late: float = 0.0,
+    partial: bool = False,
+) -> None:
+    """Judge a folder of submissions, each in a sandbox: a table, or with `csv` the same as CSV in that file ("-": printed). What was
+    written after the time `due` is marked, and loses `late` percent of its points for each day that has begun. With `partial` a part that
+    does not pass has points for the sentences of its contract that it keeps."""
     import sys
 
-    from stage01_cli.tools.course.grading import grade as grades, write_csv
+    from stage01_cli.tools.course.grading import due as until, grade as grades, write_csv
 
+    all_grades = grades(folder, jobs, until(due, late), partial)
     if csv == "-":
-        write_csv(grades(folder, jobs), sys.stdout)
+        write_csv(all_grades, sys.stdout)
         return
     if csv is not None:
         with open(csv, "w", encoding="utf-8", newline="") as file:
-            write_csv(grades(folder, jobs), file)
+            write_csv(all_grades, file)
         return
-    for each in grades(folder, jobs):
+    for each in all_grades:
         lines = [" ".join(line.split()) for line in each.verdict.splitlines()]
         said = " ... ".join(dict.fromkeys([*lines[:1], *lines[-1:]]))
         print(
-            f"{each.student:20}{each.exercise:26}{each.points:>4}  {each.outcome:10}{each.seconds:>6} s  {said}",
+            f"{each.student:20}{each.exercise:26}{each.points:>5g}  {each.outcome:10}{each.seconds:>6} s  {f'late by {each.late}: ' if each.late else ''}{said}",
             flush=True,
         )

@@ -51,6 +51,17 @@ class CourseSubcommand(CLISubcommand):
         grade.add_argument(
             "--jobs", type=int, default=0, help="how many are judged at a time; one per core if not given"
         )
+        grade.add_argument(
+            "--partial", action="store_true", help="points for each sentence of the contract that is kept"
+        )
+        grade.add_argument("--due", metavar="TIME", help="mark what was written later, such as 2026-11-30T23:59")
+        grade.add_argument(
+            "--late",
+            type=float,
+            default=0.0,
+            metavar="PERCENT",
+            help="of the points, lost for each day that has begun since",
+        )
 
     def cmd(self, args: argparse.Namespace) -> int:
         """Do it. 1 if a check does not pass or a trace differs. Raises ConfigError for a file or folder that cannot be used."""
@@ -66,7 +77,7 @@ class CourseSubcommand(CLISubcommand):
             course.watch(args.exercise, args.work)
             return 0
         if args.verb == "grade":
-            course.grade(args.folder, args.csv, args.jobs)
+            course.grade(args.folder, args.csv, args.jobs, args.due, args.late, args.partial)
             return 0
         arguments = [args.exercise] if args.verb in WITH_NUMBER else []
         more = {"again": args.again} if args.verb == "start" else {}

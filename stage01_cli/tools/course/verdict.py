@@ -34,6 +34,7 @@ class Verdict:
     num_tests: int = 0  # that ran; all but the last have passed
     num_collected: int = 0
     seconds: float = 0.0
+    kept: float = 0.0  # the share of the contract's sentences, if it was asked for
 
     @property
     def passed(self) -> bool:
@@ -41,12 +42,14 @@ class Verdict:
         return self.outcome == "passed"
 
 
-def judge_arguments(exercise: Exercise, solution: Path, reading: Reading, stack: Path, limit: float) -> list[str]:
-    """Of pytest: the judge's tests up to the first that fails. They write what they found to `reading`, and to the file `stack` where
-    they are when the time is up."""
+def judge_arguments(
+    exercise: Exercise, solution: Path, reading: Reading, stack: Path, limit: float, all_tests: bool = False
+) -> list[str]:
+    """Of pytest: the judge's tests, up to the first that fails unless `all_tests` are asked for. They write what they found to `reading`,
+    and to the file `stack` where they are when the time is up."""
     quiet = ["-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:schemathesis", "-o", "addopts="]
     return [
-        str(exercise.judge), "--rootdir", str(ROOT), "-x", *quiet,
+        str(exercise.judge), "--rootdir", str(ROOT), *([] if all_tests else ["-x"]), *quiet,
         "--exercise", str(exercise.number), "--impl", str(solution), "--verdicts", *map(str, reading.descriptors),
         "--stack", str(stack), "--limit", str(limit),
     ]  # fmt: skip
