@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import select
 import signal
@@ -18,6 +19,7 @@ import pytest
 from stage01_cli.main import main
 from stage01_cli.tools.course import grading, sandbox
 from stage01_cli.tools.course.exercises import JUDGES, find
+from stage01_cli.tools.course.gradescope import write_results
 from stage01_cli.tools.course.sealed import LARGEST, Reading, opened, seal
 from stage01_cli.tools.course.sentences import kept, sentences_of
 from stage01_cli.tools.course.verdict import Verdict, read
@@ -266,6 +268,26 @@ def test_what_is_half_right_has_half_of_the_points_if_asked_for(partial: bool, t
     assert grade.outcome == "rejected" and (grade.points > 0) == partial, grade
     if partial:
         assert grade.points == round(10 * (len(stream.contract) - 1) / len(stream.contract), 2)
+
+
+def test_gradescope_reads_a_test_for_each_exercise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, results = tmp_path / "submission", tmp_path / "results.json"
+    folder.mkdir()
+    SCHEDULER.solution(folder).write_text(WRITTEN + "    pass\n", encoding="utf-8")
+    find("stream").solution(folder).write_text("", encoding="utf-8")
+    monkeypatch.setattr(grading, "judge_shut_in", lambda exercise, path, partial: Verdict("passed", ""))
+    assert main(["course", "grade", str(folder), "--results", str(results), "--due", "2020-01-01T00:00"]) == 0
+    stream, scheduler = json.loads(results.read_text())["tests"]
+    assert (stream["score"], stream["max_score"], stream["status"]) == (0, 10, "failed")
+    assert "Write server_sent_event yourself" in stream["output"]
+    assert (scheduler["score"], scheduler["status"], scheduler["name"]) == (15, "passed", "5. The scheduler")
+    assert "late by" in scheduler["output"]
+
+
+def test_gradescope_asks_for_one_student(tmp_path: Path) -> None:
+    rows = [grading.Grade(name, "", 0, "missing", "", 0.0, "") for name in ("one", "two")]
+    with pytest.raises(ConfigError, match="--csv has them all"):
+        write_results(rows, tmp_path / "results.json")
 
 
 @pytest.mark.parametrize("words", [["--due", "tomorrow"], ["--late", "10"], ["--due", "2026-11-30", "--late", "101"]])

@@ -179,15 +179,21 @@ def grade(
     due: str | None = None,
     late: float = 0.0,
     partial: bool = False,
+    results: Path | None = None,
 ) -> None:
     """Judge a folder of submissions, each in a sandbox: a table, or with `csv` the same as CSV in that file ("-": printed). What was
     written after the time `due` is marked, and loses `late` percent of its points for each day that has begun. With `partial` a part that
-    does not pass has points for the sentences of its contract that it keeps."""
+    does not pass has points for the sentences of its contract that it keeps. `results` is the file that Gradescope reads; the folder is one student's."""
     import sys
 
     from stage01_cli.tools.course.grading import due as until, grade as grades, write_csv
 
     all_grades = grades(folder, jobs, until(due, late), partial)
+    if results is not None:
+        from stage01_cli.tools.course.gradescope import write_results
+
+        write_results(all_grades, results)
+        return
     if csv == "-":
         write_csv(all_grades, sys.stdout)
         return

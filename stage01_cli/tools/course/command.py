@@ -48,6 +48,7 @@ class CourseSubcommand(CLISubcommand):
         grade = verbs.add_parser("grade", help=GRADE, description=GRADE)
         grade.add_argument("folder", metavar="DIR", type=Path, help="it holds files such as STUDENT/ex05_scheduler.py")
         grade.add_argument("--csv", nargs="?", const="-", metavar="FILE", help="write CSV to this file, or print it")
+        grade.add_argument("--results", type=Path, metavar="FILE", help="write one student's grades for Gradescope")
         grade.add_argument(
             "--jobs", type=int, default=0, help="how many are judged at a time; one per core if not given"
         )
@@ -77,7 +78,7 @@ class CourseSubcommand(CLISubcommand):
             course.watch(args.exercise, args.work)
             return 0
         if args.verb == "grade":
-            course.grade(args.folder, args.csv, args.jobs, args.due, args.late, args.partial)
+            course.grade(args.folder, args.csv, args.jobs, args.due, args.late, args.partial, args.results)
             return 0
         arguments = [args.exercise] if args.verb in WITH_NUMBER else []
         more = {"again": args.again} if args.verb == "start" else {}

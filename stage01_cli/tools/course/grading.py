@@ -91,20 +91,25 @@ def due(text: str | None, percent: float) -> Due | None:
 
 
 def submissions(folder: Path) -> Iterator[tuple[str, Exercise | None, Path]]:
-    """(student, exercise, file), sorted; (student, None, folder) for one who has submitted nothing. Raises ConfigError if the folder is
+    """(student, exercise, file), sorted, of a folder of students or of one student's; (student, None, folder) for one who has submitted nothing. Raises ConfigError if the folder is
     missing, or nobody has submitted anything."""
     if not folder.is_dir():
         raise ConfigError(
             f"{folder} is not a folder; it must hold a folder for each student, with files such as ex05_scheduler.py"
         )
     found: list[tuple[str, Exercise | None, Path]] = []
-    for student in sorted(each for each in folder.iterdir() if each.is_dir()):
+    alone = any(
+        os.path.lexists(folder / f"{each.name}.py") for each in exercises().values()
+    )  # the folder of one student
+    for student in [folder] if alone else sorted(each for each in folder.iterdir() if each.is_dir()):
         files = [(each, student / f"{each.name}.py") for each in exercises().values()]
-        found += [(student.name, each, path) for each, path in files if os.path.lexists(path)] or [
+        found += [(student.resolve().name, each, path) for each, path in files if os.path.lexists(path)] or [
             (student.name, None, student)
         ]
     if not any(exercise for _, exercise, _ in found):
-        raise ConfigError(f"no submission in {folder}: it must hold files such as STUDENT/ex05_scheduler.py")
+        raise ConfigError(
+            f"no submission in {folder}: it must hold files such as STUDENT/ex05_scheduler.py, or one student's alone"
+        )
     yield from found
 
 
