@@ -18,10 +18,11 @@ import pytest
 
 from stage01_cli.main import main
 from stage01_cli.tools.course import grading, sandbox
-from stage01_cli.tools.course.exercises import JUDGES, find
+from stage01_cli.tools.course.exercises import JUDGES, Exercise, exercises, find
 from stage01_cli.tools.course.gradescope import write_results
 from stage01_cli.tools.course.sealed import LARGEST, Reading, opened, seal
 from stage01_cli.tools.course.sentences import kept, sentences_of
+from stage01_cli.tools.course.similarity import alike
 from stage01_cli.tools.course.verdict import Verdict, read
 from stage03_engine.errors import ConfigError
 
@@ -268,6 +269,35 @@ def test_what_is_half_right_has_half_of_the_points_if_asked_for(partial: bool, t
     assert grade.outcome == "rejected" and (grade.points > 0) == partial, grade
     if partial:
         assert grade.points == round(10 * (len(stream.contract) - 1) / len(stream.contract), 2)
+
+
+def test_a_copy_is_seen_under_other_names(tmp_path: Path) -> None:
+    """The one who wrote it, the one who renamed it, one who pasted the reference, and one who wrote something else."""
+    stream = find("stream")
+    honest = (JUDGES.parents[1] / "stage01_cli/tools/course/similarity.py").read_text(encoding="utf-8")
+    texts = {
+        "ann": honest,
+        "bob": "# mine\n" + honest.replace("kinds", "words").replace("found", "result").replace("hashes", "numbers"),
+        "cy": pasted(stream),
+        "dan": (JUDGES / "borrowed.py").read_text(encoding="utf-8"),
+        "eve": "def (",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).mkdir()
+        stream.solution(tmp_path / name).write_text(text, encoding="utf-8")
+    found = {path.parent.name: text for path, text in grading.similar(list(grading.submissions(tmp_path))).items()}
+    assert found["ann"] == "100 % like bob" and found["bob"] == "100 % like ann"
+    share, _, whom = found["cy"].partition(" % like ")
+    assert whom == "the reference" and int(share) > 80
+    assert int(found["dan"].partition(" ")[0]) < 30 and "eve" not in found
+
+
+@pytest.mark.parametrize("exercise", exercises().values(), ids=lambda each: each.name)
+def test_the_references_text_is_recognised(exercise: Exercise, tmp_path: Path) -> None:
+    path = exercise.solution(tmp_path)
+    path.write_text(pasted(exercise), encoding="utf-8")
+    text = alike(exercise, {"one": path})["one"]
+    assert int(text.partition(" ")[0]) >= 70, text
 
 
 def test_gradescope_reads_a_test_for_each_exercise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

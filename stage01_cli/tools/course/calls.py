@@ -93,7 +93,7 @@ def _finished(exercise: Exercise, work: Path) -> Path:
     if found := problem(exercise, solution):
         raise ConfigError(f"{in_project(solution)}: {' '.join(found[1].splitlines())}")
     if missing:
-        more = f", nor {len(missing) - 1} more" * (len(missing) > 1)
+        more = f", and neither is the rest ({len(missing) - 1})" * (len(missing) > 1)
         raise ConfigError(
             f"{in_project(solution)}: {missing[0]} is not written yet{more}; `stages course check {number}` leads you through"
         )

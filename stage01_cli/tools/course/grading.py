@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
@@ -32,6 +32,7 @@ from stage01_cli.tools.course.own import problem
 from stage01_cli.tools.course.reading import refusals
 from stage01_cli.tools.course.sealed import Reading
 from stage01_cli.tools.course.sentences import kept
+from stage01_cli.tools.course.similarity import alike
 from stage01_cli.tools.course.verdict import LIMIT, Verdict, judge_arguments, printable, read, started
 from stage03_engine.errors import ConfigError
 
@@ -58,6 +59,7 @@ class Grade:
     seconds: float
     imports: str
     late: str = ""  # by how much, of a file that came after the day
+    similar: str = ""  # whom it resembles most
 
 
 @dataclass(frozen=True)
@@ -121,17 +123,33 @@ def grade(folder: Path, jobs: int = 0, until: Due | None = None, partial: bool =
     if jobs < 0:
         raise ConfigError(f"--jobs must not be negative, and is {jobs}")
 
+    found = list(submissions(folder))
+    resembles = similar(found)
+
     def one(submission: tuple[str, Exercise | None, Path]) -> Grade:
-        return grade_one(*submission, until, partial)
+        return replace(grade_one(*submission, until, partial), similar=resembles.get(submission[2], ""))
 
     _ended.clear()
     with ThreadPoolExecutor(jobs or len(os.sched_getaffinity(0))) as judges:
         try:
-            yield from judges.map(one, list(submissions(folder)))
+            yield from judges.map(one, found)
         except BaseException:  # Ctrl-C, or the reader of the table has left
             _ended.set()
             judges.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def similar(found: list[tuple[str, Exercise | None, Path]]) -> dict[Path, str]:
+    """File -> what else it resembles most, of the same exercise."""
+    by_exercise: dict[int, tuple[Exercise, dict[str, Path]]] = {}
+    for student, exercise, path in found:
+        if exercise and path.is_file() and not path.is_symlink() and path.stat().st_size <= LARGEST_SUBMISSION:
+            by_exercise.setdefault(exercise.number, (exercise, {}))[1][student] = path
+    return {
+        files[student]: printable(text)
+        for exercise, files in by_exercise.values()
+        for student, text in alike(exercise, files).items()
+    }
 
 
 def grade_one(
