@@ -13,7 +13,7 @@ import pytest
 from judging import Rejected, load, reference, wrong_signatures
 
 from stage01_cli.tools.course.exercises import Exercise, exercises, find
-from stage01_cli.tools.course.guard import NotYourOwn, watching
+from stage01_cli.tools.course.guard import NotYourOwn, Untouched, watching
 from stage01_cli.tools.course.own import elsewhere, problem
 from stage01_cli.tools.course.sealed import writer
 
@@ -73,6 +73,7 @@ def impl(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
         return
     if found := problem(exercise, path):
         raise NotTheirOwn(*found)
+    request.config.stash[BEFORE] = Untouched()
     solution, reason = loaded(path)
     if solution is None:
         pytest.fail(f"{path.name} cannot be loaded: {reason}", pytrace=False)
@@ -93,6 +94,8 @@ class NotTheirOwn(Exception):
     """(outcome, text) of a file that has its answers from somewhere else, or does not have them."""
 
 
+BEFORE = pytest.StashKey[Untouched]()
+"""What there was before the solution was loaded."""
 ASKED = pytest.StashKey[list[str]]()
 """What the solution asked the reference for."""
 
@@ -120,7 +123,9 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> 
     """A verdict is shown as it is, without the judge's own code around it."""
     report: Any = yield
     error, outcome = call.excinfo.value if call.excinfo else None, "error"
-    asked = item.config.stash.get(ASKED, [])
+    asked = list(item.config.stash.get(ASKED, []))
+    if (before := item.config.stash.get(BEFORE, None)) is not None and (changed := before.changed()):
+        asked.append(changed)
     if asked and call.when == "call":  # even where the solution has hidden the error
         report.outcome, report.longrepr, outcome = "failed", asked[0], "rejected"
         error = error or NotYourOwn(asked[0])

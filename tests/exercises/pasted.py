@@ -30,12 +30,18 @@ def pasted(exercise: Exercise) -> str:
                     _written(part.body, {each.name: each for each in theirs.body if isinstance(each, FunctionDef)})
                 )
         wanted += list(_written(tree.body, {name: found.functions[name] for name in names if name in found.functions}))
-        _needed(wanted, source, {*exercise.parts} | {getattr(each, "name", "") for each in tree.body}, more)
+        _needed(wanted, source, {*exercise.parts} | _names(tree), more)
     last = max(i for i, each in enumerate(tree.body) if isinstance(each, ast.Import | ast.ImportFrom))
     tree.body[last + 1 : last + 1] = sorted(
         more.values(), key=lambda each: not isinstance(each, ast.Import | ast.ImportFrom)
     )
     return ast.unparse(ast.fix_missing_locations(tree)) + "\n"
+
+
+def _names(tree: ast.Module) -> set[str]:
+    """What the starter imports and defines."""
+    imports = [alias for each in tree.body if isinstance(each, ast.Import | ast.ImportFrom) for alias in each.names]
+    return {getattr(each, "name", "") for each in tree.body} | {alias.asname or alias.name for alias in imports}
 
 
 def _file(module: str, exercise: Exercise) -> Path:

@@ -116,6 +116,17 @@ def test_an_honest_file_earns_its_points(tmp_path: Path) -> None:
     assert (grade.points, grade.outcome) == (STREAM.points, "passed"), grade
 
 
+@pytest.mark.skipif(sandbox.problem() is not None, reason=str(sandbox.problem()))
+def test_who_changes_what_the_judge_uses_is_told_so(tmp_path: Path) -> None:
+    """By a way that no reader sees: the class goes through a parameter."""
+    path = STREAM.solution(tmp_path)
+    attack = "def _f(kind):\n    kind.decode = lambda *arguments: ''\n\n\n_f(Tokenizer)\n"
+    path.write_text(f"{pasted(STREAM)}\n\n{attack}", encoding="utf-8")
+    assert refusals(STREAM, path) == []
+    grade = grading.grade_one("student", STREAM, path)
+    assert grade.points == 0 and "decode of stage03_engine.frontend.tokenizer.Tokenizer" in grade.verdict, grade
+
+
 def test_whoever_checks_is_told_what_a_grader_would_say(tmp_path: Path) -> None:
     path = STREAM.solution(tmp_path)
     path.write_text(pasted(STREAM) + "\n\nimport os\n", encoding="utf-8")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from types import CodeType, FrameType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 from stage01_cli.tools.course.exercises import JUDGES, ROOT, Exercise
@@ -115,6 +115,49 @@ def _interpreted(module: ModuleType, name: str) -> Any:
     """A kernel that Triton's interpreter runs: it makes a function of its own from the text."""
     found = vars(module).get(name)
     return found if type(found).__name__ == "InterpretedFunction" else None
+
+
+LEFT_ALONE = (
+    "stage0",
+    "stagetrace",
+    "judging",
+    "test_ex",
+    "conftest",
+    "builtins",
+    "math",
+    "json",
+)
+"""How the names of modules begin that nobody changes while a part is judged."""
+
+
+class Untouched:
+    """What modules and classes hold, as it was before a student's file was loaded."""
+
+    def __init__(self) -> None:
+        self._before = dict(_held())
+
+    def changed(self) -> str | None:
+        """A sentence for the first function or class that is another one now."""
+        now = dict(_held())
+        for (place, name), value in self._before.items():
+            if now.get((place, name)) is not value:
+                return f"It may not change what it did not write: {name} of {place} was another one before your file was loaded."
+        return None
+
+
+def _held() -> Iterator[tuple[tuple[str, str], Any]]:
+    for place, module in list(sys.modules.items()):
+        if not place.startswith(LEFT_ALONE):
+            continue
+        for name, value in list(vars(module).items()):
+            if isinstance(value, type | FunctionType | BuiltinFunctionType):
+                yield (place, name), value
+            if isinstance(value, type) and value.__module__ == place:
+                members = [(key, each) for key, each in vars(value).items() if isinstance(each, METHODS)]
+                yield from (((f"{place}.{name}", key), each) for key, each in members)
+
+
+METHODS = FunctionType | property | staticmethod | classmethod
 
 
 @contextmanager
