@@ -176,6 +176,7 @@ def grade_one(
         imports = ", ".join(own_imports(exercise, path))
     late, share = until.of(path) if until else ("", 1.0)
     points = round(share * exercise.points * (1.0 if verdict.passed else verdict.kept), 2)
+    points = int(points) if points.is_integer() else points  # 15, not 15.0
     seconds = round(time.monotonic() - began, 1)
     return Grade(
         printable(student),
