@@ -31,6 +31,7 @@ import conftest as _settings  # noqa: E402, F401 - the tests' environment
 from judging import Rejected, judge_functions, load, reference, verdict  # noqa: E402
 
 from stage01_cli.tools.course.exercises import Exercise, exercises, find  # noqa: E402
+from stage01_cli.tools.course.own import open_names  # noqa: E402
 
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 COMPARE = {
@@ -67,7 +68,7 @@ def changes(exercise: Exercise, module: ModuleType, names: list[str]) -> Iterato
     """All changes within the functions and methods that the starter leaves to the reader; within all of a reference.py."""
     source = inspect.getsource(module)
     tree = ast.parse(source)
-    wanted = left_to_the_reader(exercise)
+    wanted = open_names(exercise)
     whole = module.__file__ == str(exercise.own_reference)
     for part in tree.body:
         if not whole and getattr(part, "name", None) not in names:
@@ -78,16 +79,6 @@ def changes(exercise: Exercise, module: ModuleType, names: list[str]) -> Iterato
         ]  # fmt: skip
         for body in bodies:
             yield from _of_function(tree, body)
-
-
-def left_to_the_reader(exercise: Exercise) -> set[str]:
-    """The functions and methods of the starter that are not written: what it gives, nobody changes."""
-    found = set()
-    for part in ast.parse(exercise.starter.read_text(encoding="utf-8")).body:
-        for each in part.body if isinstance(part, ast.ClassDef) else [part]:
-            if isinstance(each, FUNCTIONS) and "NotImplementedError" in ast.unparse(each):
-                found.add(f"{part.name}.{each.name}" if isinstance(part, ast.ClassDef) else each.name)
-    return found
 
 
 def _of_function(tree: ast.Module, function: ast.AST) -> Iterator[Change]:

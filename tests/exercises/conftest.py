@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import faulthandler
-import json
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,21 +13,30 @@ import pytest
 from judging import Rejected, load, reference, wrong_signatures
 
 from stage01_cli.tools.course.exercises import Exercise, exercises, find
+from stage01_cli.tools.course.guard import NotYourOwn, Untouched, watching
+from stage01_cli.tools.course.own import elsewhere, problem
+from stage01_cli.tools.course.sealed import writer
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--exercise", help="judge this exercise alone: 5, ex05 or scheduler")
     parser.addoption("--impl", type=Path, help="the file to judge; without it the project's own part is judged")
-    parser.addoption("--verdicts", type=Path, help="write a line of JSON for each test to this file")
     parser.addoption(
-        "--limit", type=float, help="seconds; then the process ends, and a .stack beside --verdicts says where"
+        "--verdicts",
+        type=int,
+        nargs=2,
+        help="write a sealed line for each test to the first descriptor; the second has the key",
     )
+    parser.addoption("--limit", type=float, help="seconds; then the process ends")
+    parser.addoption("--stack", type=Path, help="the file that then says where it was")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    limit, verdicts = (config.getoption(name, default=None) for name in ("limit", "verdicts"))
-    if limit and verdicts:
-        faulthandler.dump_traceback_later(limit, exit=True, file=verdicts.with_suffix(".stack").open("w"))
+    limit, stack, verdicts = (config.getoption(name, default=None) for name in ("limit", "stack", "verdicts"))
+    if limit and stack:
+        faulthandler.dump_traceback_later(limit, exit=True, file=stack.open("w"))
+    if verdicts is not None:
+        config.stash[WRITE] = writer(*verdicts)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -36,9 +44,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def write(config: pytest.Config, line: dict[str, Any]) -> None:
-    if path := config.getoption("verdicts", default=None):
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+    if (told := config.stash.get(WRITE, None)) is not None:
+        told(line)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -57,18 +64,40 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 @pytest.fixture(scope="module")
-def impl(request: pytest.FixtureRequest) -> ModuleType:
-    """The solution that is judged: a module with the parts that the exercise names."""
+def impl(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
+    """The solution that is judged: a module with the parts that the exercise names. While it is judged, it cannot ask the reference."""
     [exercise] = [each for each in exercises().values() if each.judge == request.path]
     path = request.config.getoption("impl", default=None)
     if path is None:
-        return reference(exercise)
+        yield reference(exercise)
+        return
+    if found := problem(exercise, path):
+        raise NotTheirOwn(*found)
+    request.config.stash[BEFORE] = Untouched()
     solution, reason = loaded(path)
     if solution is None:
         pytest.fail(f"{path.name} cannot be loaded: {reason}", pytrace=False)
+    if borrowed := elsewhere(exercise, solution, path.resolve()):
+        raise NotTheirOwn("rejected", "\n".join(borrowed))
     if wrong := wrong_signatures(exercise, solution):
         pytest.fail("\n".join(wrong), pytrace=False)
-    return solution
+    with watching(exercise, solution, path.resolve()) as asked:
+        request.config.stash[ASKED] = asked
+        yield solution
+
+
+WRITE = pytest.StashKey[Callable[[dict[str, Any]], None]]()
+"""Tells whoever waits for the verdict."""
+
+
+class NotTheirOwn(Exception):
+    """(outcome, text) of a file that has its answers from somewhere else, or does not have them."""
+
+
+BEFORE = pytest.StashKey[Untouched]()
+"""What there was before the solution was loaded."""
+ASKED = pytest.StashKey[list[str]]()
+"""What the solution asked the reference for."""
 
 
 def loaded(path: Path) -> tuple[ModuleType | None, str]:
@@ -94,7 +123,15 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> 
     """A verdict is shown as it is, without the judge's own code around it."""
     report: Any = yield
     error, outcome = call.excinfo.value if call.excinfo else None, "error"
-    if isinstance(error, Rejected):
+    asked = list(item.config.stash.get(ASKED, []))
+    if (before := item.config.stash.get(BEFORE, None)) is not None and (changed := before.changed()):
+        asked.append(changed)
+    if asked and call.when == "call":  # even where the solution has hidden the error
+        report.outcome, report.longrepr, outcome = "failed", asked[0], "rejected"
+        error = error or NotYourOwn(asked[0])
+    elif isinstance(error, NotTheirOwn):
+        outcome, report.longrepr = error.args
+    elif isinstance(error, Rejected):
         report.longrepr, outcome = str(error), "rejected"
     elif isinstance(error, NotImplementedError):
         last = call.excinfo.traceback[-1]  # type: ignore[union-attr]

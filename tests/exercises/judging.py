@@ -32,6 +32,7 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, settings
 
 from stage01_cli.tools.course.exercises import Exercise, exercises
+from stage01_cli.tools.course.guard import NotYourOwn
 
 LONGEST = 600  # characters of an input that are shown
 _numbers = count()
@@ -82,7 +83,7 @@ class Judge:
         before, self._given = self._given, self._given | given
         try:
             yield
-        except (Rejected, NotImplementedError):
+        except (Rejected, NotImplementedError, NotYourOwn):
             raise
         except (Exception, SystemExit) as error:
             line = _line_in_solution(error)
@@ -120,7 +121,7 @@ class Judge:
             got = work()
         except kind:
             return
-        except NotImplementedError:
+        except (NotImplementedError, NotYourOwn):
             raise
         except Exception as error:
             self.rejects(key, f"a {kind.__name__}", f"{type(error).__name__}: {error}", error)

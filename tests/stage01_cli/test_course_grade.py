@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import select
 import signal
@@ -10,23 +11,31 @@ import socket
 import subprocess
 import sys
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 
 import pytest
 
 from stage01_cli.main import main
 from stage01_cli.tools.course import grading, sandbox
-from stage01_cli.tools.course.exercises import find
-from stage01_cli.tools.course.verdict import read
+from stage01_cli.tools.course.exercises import JUDGES, Exercise, exercises, find
+from stage01_cli.tools.course.gradescope import write_results
+from stage01_cli.tools.course.sealed import LARGEST, Reading, opened, seal
+from stage01_cli.tools.course.sentences import kept, sentences_of
+from stage01_cli.tools.course.similarity import alike
+from stage01_cli.tools.course.verdict import Verdict, read
 from stage03_engine.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(sandbox.problem() is not None, reason=str(sandbox.problem()))
+sys.path.append(str(JUDGES))
+from pasted import pasted  # noqa: E402
+
 SCHEDULER = find("scheduler")
-BEGINNING = (
-    "import os, socket, threading\nfrom stage03_engine.core.scheduler import Scheduler as R\n\n\nclass Scheduler(R):\n"
-)
+WRITTEN = pasted(SCHEDULER).replace("class Scheduler(", "class Base(") + "\n\nclass Scheduler(Base):\n"
+"""An honest scheduler, and the beginning of a class that may change it."""
 ATTEMPTS = """
     def schedule(self):
+        import os, socket, threading
         attempts = {{
             "fork": os.fork,
             "network": lambda: socket.create_connection(("127.0.0.1", {port})),
@@ -55,19 +64,21 @@ SUBMISSIONS = {
     "loops": "    def schedule(self):\n        while True:\n            pass\n",
     "eats": "    def schedule(self):\n        self.all = [bytearray(100 << 20) for _ in range(1000)]\n",
     "prints": "    def schedule(self):\n        while True:\n            print('x' * 1000000)\n",
-    "forges": "    def schedule(self):\n        open('verdicts.jsonl', 'w').write('[1')\n        os._exit(0)\n",
+    "forges": "    def schedule(self):\n        import os\n        for n in range(3, 64):\n            try:\n                os.write(n, b'[1')\n            except OSError:\n                pass\n        os._exit(0)\n",
     "digs": """    def schedule(self):
+        import os
         while True:
             os.mkdir("deep")
             os.chdir("deep")
 """,
     "threads": """    def schedule(self):
+        import threading
         threading.stack_size(32768)
         while True:
             threading.Thread(target=threading.Event().wait).start()
 """,
     "shares": """    def schedule(self):
-        import mmap
+        import mmap, threading
         self.all = [mmap.mmap(-1, 1 << 30) for _ in range(2)]
         for each in self.all:
             for _ in range(1000):
@@ -80,7 +91,7 @@ SUBMISSIONS = {
 def submit(folder: Path, student: str, body: str) -> Path:
     path = folder / student / f"{SCHEDULER.name}.py"
     path.parent.mkdir()
-    path.write_text(BEGINNING + body, encoding="utf-8")
+    path.write_text(WRITTEN + body, encoding="utf-8")
     return path
 
 
@@ -100,6 +111,7 @@ def grades(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(grading, "LIMIT", {False: 20, True: 20})
             patch.setattr(grading.tempfile, "tempdir", str(temporary))
+            patch.setattr(grading, "refusals", lambda exercise, path: [])  # the sandbox is what is tested
             assert main(["course", "grade", str(folder), "--csv", str(table)]) == 0
     assert outside.read_text() == "untouched" and os.access(outside, os.R_OK)
     assert not list(temporary.iterdir())
@@ -114,7 +126,7 @@ def test_every_submission_has_its_own_line(grades: dict[str, dict[str, str]]) ->
         name: name == "good" for name in grades
     }
     assert grades["good"]["points"] == str(SCHEDULER.points) and grades["tries"]["points"] == "0"
-    assert grades["tries"]["imports"] == "os, socket, threading"
+    assert grades["tries"]["imports"] == "os, socket, stagetrace, threading"
 
 
 @pytest.mark.parametrize(
@@ -149,27 +161,35 @@ def test_no_cell_is_a_formula(tmp_path: Path) -> None:
     assert "'=cmd()" in text and "'+1 second line" in text
 
 
+KEY = b"k" * 32
+LINES = ['{"collected": 1}', '{"outcome": "passed", "text": ""}']
+SEALED = [f"{seal(KEY, number, line)} {line}" for number, line in enumerate(LINES)]
+
+
 @pytest.mark.parametrize(
     "written",
-    [
-        "[" * 100_000, '[1]\n{"outcome": "rejected"}', '{"collected": 1}\n{"outcome": "fine", "text": ""}', "x" * (2 << 20),
-        '{"collected": 1}\n{"outcome": ["rejected"], "text": ""}', '{"collected": 1}\n{"outcome": "error", "text": 5}',
-    ],
-    ids=["nested", "list", "outcome", "large", "no word", "no text"],
+    ["[" * 100_000, "\n".join(LINES), SEALED[1], "\n".join([SEALED[0]] * 2), SEALED[0] + " ", f"{seal(b'', 0, LINES[0])} {LINES[0]}"],
+    ids=["nested", "no seal", "another's turn", "twice", "changed", "another key"],
 )  # fmt: skip
-def test_a_forged_verdict_is_refused(tmp_path: Path, written: str) -> None:
-    """Each of these once ended the grading of all."""
-    path = tmp_path / "verdicts.jsonl"
-    path.write_text(written)
-    with pytest.raises((ValueError, KeyError, TypeError)):
-        read(path, tmp_path / "solution.py", 1)
+def test_a_forged_verdict_is_refused(written: str) -> None:
+    assert opened(KEY, "\n".join(SEALED))[1]["outcome"] == "passed"
+    with pytest.raises(ValueError, match="has not written"):
+        opened(KEY, written)
+
+
+def test_a_verdict_without_end_is_refused() -> None:
+    reading = Reading()
+    os.write(reading.descriptors[0], b"x" * (1 << 16))
+    for _ in range(2 * LARGEST >> 16):
+        os.write(reading.descriptors[0], b"x" * (1 << 16))
+    with pytest.raises(ValueError, match="more than"):
+        reading.lines()
 
 
 def test_a_verdict_can_be_written_anywhere(tmp_path: Path) -> None:
     """Half a character comes of honest detokenizers, too."""
-    path = tmp_path / "verdicts.jsonl"
-    path.write_text('{"collected": 1}\n{"outcome": "error", "text": "a\\ud800\\u001b[2J\\nb"}')
-    verdict = read(path, tmp_path / "solution.py", 1)
+    lines = [{"collected": 1}, {"outcome": "error", "text": "a\ud800\u001b[2J\nb"}]
+    verdict = read(lines, tmp_path / "stack.txt", tmp_path / "solution.py", 1)
     assert verdict is not None and verdict.text == "a\\ud800\\x1b[2J\nb"
 
 
@@ -200,6 +220,110 @@ def test_many_small_files_are_much(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for number in range(21):
         (tmp_path / str(number)).touch()
     assert "wrote more" in str(grading._too_large(tmp_path))
+
+
+def test_who_submitted_nothing_has_a_row(tmp_path: Path) -> None:
+    (tmp_path / "nobody").mkdir()
+    submit(tmp_path, "somebody", "    pass\n")
+    assert [(name, exercise and exercise.number) for name, exercise, _ in grading.submissions(tmp_path)] == [
+        ("nobody", None),
+        ("somebody", 5),
+    ]
+    row = grading.grade_one("nobody", None, tmp_path / "nobody")
+    assert (row.points, row.outcome) == (0, "missing") and "no file" in row.verdict
+
+
+@pytest.mark.parametrize(
+    ("hours", "late", "points"), [(-1, "", 15), (0.5, "0 d 1 h", 13.5), (25, "1 d 1 h", 12), (24 * 30, "30 d 0 h", 0)]
+)
+def test_what_comes_late_loses_a_share_for_each_day(
+    hours: float, late: str, points: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = submit(tmp_path, "one", "    pass\n")
+    due = grading.due("2026-11-30T12:00+00:00", 10)
+    assert due is not None
+    written = due.when.timestamp() + 3600 * hours
+    os.utime(path, (written, written))
+    monkeypatch.setattr(grading, "judge_shut_in", lambda exercise, path, partial: Verdict("passed", ""))
+    grade = grading.grade_one("one", SCHEDULER, path, due)
+    assert (grade.late, grade.points) == (late, points)
+
+
+def test_partial_points_are_for_sentences_that_every_test_has_seen_kept() -> None:
+    stream = find("stream")
+    named = sentences_of(stream)
+    assert {*chain(*named.values())} == {*stream.contract}, "a sentence that no test names"
+    results = [{"test": name, "outcome": "passed"} for name in named]
+    assert kept(stream, results) == [*stream.contract]
+    results[0] |= {"outcome": "rejected"}
+    assert set(stream.contract) - {*kept(stream, results)} == named[results[0]["test"]]
+    assert not kept(stream, [])
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_what_is_half_right_has_half_of_the_points_if_asked_for(partial: bool, tmp_path: Path) -> None:
+    stream = find("stream")
+    path = stream.solution(tmp_path)
+    path.write_text(pasted(stream).replace("return b'data: '", "return b'event: '"), encoding="utf-8")
+    grade = grading.grade_one("one", stream, path, partial=partial)
+    assert grade.outcome == "rejected" and (grade.points > 0) == partial, grade
+    if partial:
+        assert grade.points == round(10 * (len(stream.contract) - 1) / len(stream.contract), 2)
+
+
+def test_a_copy_is_seen_under_other_names(tmp_path: Path) -> None:
+    """The one who wrote it, the one who renamed it, one who pasted the reference, and one who wrote something else."""
+    stream = find("stream")
+    honest = (JUDGES.parents[1] / "stage01_cli/tools/course/similarity.py").read_text(encoding="utf-8")
+    texts = {
+        "ann": honest,
+        "bob": "# mine\n" + honest.replace("kinds", "words").replace("found", "result").replace("hashes", "numbers"),
+        "cy": pasted(stream),
+        "dan": (JUDGES / "borrowed.py").read_text(encoding="utf-8"),
+        "eve": "def (",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).mkdir()
+        stream.solution(tmp_path / name).write_text(text, encoding="utf-8")
+    found = {path.parent.name: text for path, text in grading.similar(list(grading.submissions(tmp_path))).items()}
+    assert found["ann"] == "100 % like bob" and found["bob"] == "100 % like ann"
+    share, _, whom = found["cy"].partition(" % like ")
+    assert whom == "the reference" and int(share) > 80
+    assert int(found["dan"].partition(" ")[0]) < 30 and "eve" not in found
+
+
+@pytest.mark.parametrize("exercise", exercises().values(), ids=lambda each: each.name)
+def test_the_references_text_is_recognised(exercise: Exercise, tmp_path: Path) -> None:
+    path = exercise.solution(tmp_path)
+    path.write_text(pasted(exercise), encoding="utf-8")
+    text = alike(exercise, {"one": path})["one"]
+    assert int(text.partition(" ")[0]) >= 70, text
+
+
+def test_gradescope_reads_a_test_for_each_exercise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, results = tmp_path / "submission", tmp_path / "results.json"
+    folder.mkdir()
+    SCHEDULER.solution(folder).write_text(WRITTEN + "    pass\n", encoding="utf-8")
+    find("stream").solution(folder).write_text("", encoding="utf-8")
+    monkeypatch.setattr(grading, "judge_shut_in", lambda exercise, path, partial: Verdict("passed", ""))
+    assert main(["course", "grade", str(folder), "--results", str(results), "--due", "2020-01-01T00:00"]) == 0
+    stream, scheduler = json.loads(results.read_text())["tests"]
+    assert (stream["score"], stream["max_score"], stream["status"]) == (0, 10, "failed")
+    assert "Write server_sent_event yourself" in stream["output"]
+    assert (scheduler["score"], scheduler["status"], scheduler["name"]) == (15, "passed", "5. The scheduler")
+    assert "late by" in scheduler["output"]
+
+
+def test_gradescope_asks_for_one_student(tmp_path: Path) -> None:
+    rows = [grading.Grade(name, "", 0, "missing", "", 0.0, "") for name in ("one", "two")]
+    with pytest.raises(ConfigError, match="--csv has them all"):
+        write_results(rows, tmp_path / "results.json")
+
+
+@pytest.mark.parametrize("words", [["--due", "tomorrow"], ["--late", "10"], ["--due", "2026-11-30", "--late", "101"]])
+def test_a_time_that_is_none_is_one_line(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["course", "grade", str(tmp_path), *words]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def test_a_negative_number_of_jobs_is_one_line(tmp_path: Path) -> None:

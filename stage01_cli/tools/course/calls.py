@@ -81,6 +81,25 @@ def _own(exercise: Exercise, work: Path) -> Path:
     return solution
 
 
+def _finished(exercise: Exercise, work: Path) -> Path:
+    """The file of somebody who wants it to serve. Raises ConfigError, in one line, for one that is not written, or not their own."""
+    from stage01_cli.tools.course.own import problem, unwritten
+
+    solution, number = _own(exercise, work), exercise.number
+    try:
+        missing = unwritten(exercise, solution)
+    except SyntaxError as error:
+        raise ConfigError(f"{in_project(solution)}, line {error.lineno}: {error.msg}") from error
+    if found := problem(exercise, solution):
+        raise ConfigError(f"{in_project(solution)}: {' '.join(found[1].splitlines())}")
+    if missing:
+        more = f", and neither is the rest ({len(missing) - 1})" * (len(missing) > 1)
+        raise ConfigError(
+            f"{in_project(solution)}: {missing[0]} is not written yet{more}; `stages course check {number}` leads you through"
+        )
+    return solution
+
+
 def watch(what: str | int, work: Path = WORK) -> None:
     """Check again whenever your file is saved, until it passes."""
     solution = _own(find(what), work)
@@ -132,7 +151,7 @@ def serve(what: str | int, work: Path = WORK) -> bool:
     from stage01_cli.tools.course.serving import served
 
     exercise = find(what)
-    same = served(exercise, _own(exercise, work), work)
+    same = served(exercise, _finished(exercise, work), work)
     if same:
         table.update(work, exercise.name, lambda done: setattr(done, "served", table.now()))
     return same
@@ -143,7 +162,7 @@ def compare(what: str | int, work: Path = WORK) -> None:
     from stage01_cli.tools.course.serving import CLIENTS, ROUNDS, measured
 
     exercise = find(what)
-    rows = measured(exercise, _own(exercise, work))
+    rows = measured(exercise, _finished(exercise, work))
     print(f"{CLIENTS} clients at once, medians of {ROUNDS} alternating rounds")
     print(f"{'':24}{'reference':>12}{'yours':>12}{'ratio':>8}  lowest and highest of a round")
     for row in rows:
@@ -153,23 +172,39 @@ def compare(what: str | int, work: Path = WORK) -> None:
     serve(what, work)
 
 
-def grade(folder: Path, csv: str | None = None, jobs: int = 0) -> None:
-    """Judge a folder of submissions, each in a sandbox: a table, or with `csv` the same as CSV in that file ("-": printed)."""
+def grade(
+    folder: Path,
+    csv: str | None = None,
+    jobs: int = 0,
+    due: str | None = None,
+    late: float = 0.0,
+    partial: bool = False,
+    results: Path | None = None,
+) -> None:
+    """Judge a folder of submissions, each in a sandbox: a table, or with `csv` the same as CSV in that file ("-": printed). What was
+    written after the time `due` is marked, and loses `late` percent of its points for each day that has begun. With `partial` a part that
+    does not pass has points for the sentences of its contract that it keeps. `results` is the file that Gradescope reads; the folder is one student's."""
     import sys
 
-    from stage01_cli.tools.course.grading import grade as grades, write_csv
+    from stage01_cli.tools.course.grading import due as until, grade as grades, write_csv
 
+    all_grades = grades(folder, jobs, until(due, late), partial)
+    if results is not None:
+        from stage01_cli.tools.course.gradescope import write_results
+
+        write_results(all_grades, results)
+        return
     if csv == "-":
-        write_csv(grades(folder, jobs), sys.stdout)
+        write_csv(all_grades, sys.stdout)
         return
     if csv is not None:
         with open(csv, "w", encoding="utf-8", newline="") as file:
-            write_csv(grades(folder, jobs), file)
+            write_csv(all_grades, file)
         return
-    for each in grades(folder, jobs):
+    for each in all_grades:
         lines = [" ".join(line.split()) for line in each.verdict.splitlines()]
         said = " ... ".join(dict.fromkeys([*lines[:1], *lines[-1:]]))
         print(
-            f"{each.student:20}{each.exercise:26}{each.points:>4}  {each.outcome:10}{each.seconds:>6} s  {said}",
+            f"{each.student:20}{each.exercise:26}{each.points:>5g}  {each.outcome:10}{each.seconds:>6} s  {f'late by {each.late}: ' if each.late else ''}{said}",
             flush=True,
         )

@@ -48,8 +48,20 @@ class CourseSubcommand(CLISubcommand):
         grade = verbs.add_parser("grade", help=GRADE, description=GRADE)
         grade.add_argument("folder", metavar="DIR", type=Path, help="it holds files such as STUDENT/ex05_scheduler.py")
         grade.add_argument("--csv", nargs="?", const="-", metavar="FILE", help="write CSV to this file, or print it")
+        grade.add_argument("--results", type=Path, metavar="FILE", help="write one student's grades for Gradescope")
         grade.add_argument(
             "--jobs", type=int, default=0, help="how many are judged at a time; one per core if not given"
+        )
+        grade.add_argument(
+            "--partial", action="store_true", help="points for each sentence of the contract that is kept"
+        )
+        grade.add_argument("--due", metavar="TIME", help="mark what was written later, such as 2026-11-30T23:59")
+        grade.add_argument(
+            "--late",
+            type=float,
+            default=0.0,
+            metavar="PERCENT",
+            help="of the points, lost for each day that has begun since",
         )
 
     def cmd(self, args: argparse.Namespace) -> int:
@@ -66,7 +78,7 @@ class CourseSubcommand(CLISubcommand):
             course.watch(args.exercise, args.work)
             return 0
         if args.verb == "grade":
-            course.grade(args.folder, args.csv, args.jobs)
+            course.grade(args.folder, args.csv, args.jobs, args.due, args.late, args.partial, args.results)
             return 0
         arguments = [args.exercise] if args.verb in WITH_NUMBER else []
         more = {"again": args.again} if args.verb == "start" else {}

@@ -1,14 +1,16 @@
 """`grade`: judge a folder of submissions, DIR/STUDENT/exNN_name.py, each in a sandbox of its own, so that one that loops, eats
 memory, forks or prints without end fails alone.
 
-A submission runs in the same process as its judge. The sandbox protects the machine and the other submissions; it cannot keep a
-hostile one from writing its own verdict. `imports` lists what a file imports beyond its starter: look there first.
+A submission runs in the same process as its judge. The sandbox protects the machine and the other submissions; what keeps a hostile one
+from its judge is that it is read before it runs (reading.py), watched while it runs (guard.py), and that its verdict is sealed
+(sealed.py). `imports` lists what a file imports beyond its starter: look there first.
 """
 
 from __future__ import annotations
 
 import ast
 import csv
+import math
 import os
 import shutil
 import signal
@@ -19,13 +21,19 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import Any, BinaryIO, TextIO
 
 from stage01_cli.tools.course import sandbox
 from stage01_cli.tools.course.exercises import ROOT, Exercise, exercises
-from stage01_cli.tools.course.verdict import LIMIT, Verdict, judge_arguments, printable, read
+from stage01_cli.tools.course.own import problem
+from stage01_cli.tools.course.reading import refusals
+from stage01_cli.tools.course.sealed import Reading
+from stage01_cli.tools.course.sentences import kept
+from stage01_cli.tools.course.similarity import alike
+from stage01_cli.tools.course.verdict import LIMIT, Verdict, judge_arguments, printable, read, started
 from stage03_engine.errors import ConfigError
 
 MEMORY = {False: 1 << 30, True: 2 << 30}  # bytes, without and with tensors
@@ -45,58 +53,130 @@ class Grade:
 
     student: str
     exercise: str
-    points: int
-    outcome: str  # passed, rejected, unwritten, error
+    points: float
+    outcome: str  # passed, rejected, unwritten, error, refused, missing
     verdict: str
     seconds: float
     imports: str
+    late: str = ""  # by how much, of a file that came after the day
+    similar: str = ""  # whom it resembles most
 
 
-def submissions(folder: Path) -> Iterator[tuple[str, Exercise, Path]]:
-    """(student, exercise, file), sorted. Raises ConfigError if the folder is missing, or holds none."""
+@dataclass(frozen=True)
+class Due:
+    """When submissions are due, and the share of its points that one loses with each day that has begun since."""
+
+    when: datetime
+    per_day: float = 0.0
+
+    def of(self, path: Path) -> tuple[str, float]:
+        """(how late, in words, the share of the points that is left) by the time at which the file was last written."""
+        late = datetime.fromtimestamp(path.lstat().st_mtime, UTC) - self.when
+        if late <= timedelta(0):
+            return "", 1.0
+        hours = math.ceil(late / timedelta(hours=1))
+        return f"{hours // 24} d {hours % 24} h", max(0.0, 1.0 - self.per_day * math.ceil(late / timedelta(days=1)))
+
+
+def due(text: str | None, percent: float) -> Due | None:
+    """What `--due` and `--late` say. A time without a zone is this machine's. Raises ConfigError for what is no time, or no percentage."""
+    if not 0 <= percent <= 100:
+        raise ConfigError(f"--late must be a percentage from 0 to 100, and is {percent:g}")
+    if text is None:
+        if percent:
+            raise ConfigError("--late needs --due, the time from which a submission is late")
+        return None
+    try:
+        return Due(datetime.fromisoformat(text).astimezone(UTC), percent / 100)
+    except (ValueError, OverflowError) as error:
+        raise ConfigError(f"--due must be a time such as 2026-11-30T23:59, and is {text!r}") from error
+
+
+def submissions(folder: Path) -> Iterator[tuple[str, Exercise | None, Path]]:
+    """(student, exercise, file), sorted, of a folder of students or of one student's; (student, None, folder) for one who has submitted nothing. Raises ConfigError if the folder is
+    missing, or nobody has submitted anything."""
     if not folder.is_dir():
         raise ConfigError(
             f"{folder} is not a folder; it must hold a folder for each student, with files such as ex05_scheduler.py"
         )
-    found = [
-        (student.name, exercise, student / f"{exercise.name}.py")
-        for student in sorted(folder.iterdir())
-        if student.is_dir()
-        for exercise in exercises().values()
-        if os.path.lexists(student / f"{exercise.name}.py")
-    ]
-    if not found:
-        raise ConfigError(f"no submission in {folder}: it must hold files such as STUDENT/ex05_scheduler.py")
+    found: list[tuple[str, Exercise | None, Path]] = []
+    alone = any(
+        os.path.lexists(folder / f"{each.name}.py") for each in exercises().values()
+    )  # the folder of one student
+    for student in [folder] if alone else sorted(each for each in folder.iterdir() if each.is_dir()):
+        files = [(each, student / f"{each.name}.py") for each in exercises().values()]
+        found += [(student.resolve().name, each, path) for each, path in files if os.path.lexists(path)] or [
+            (student.name, None, student)
+        ]
+    if not any(exercise for _, exercise, _ in found):
+        raise ConfigError(
+            f"no submission in {folder}: it must hold files such as STUDENT/ex05_scheduler.py, or one student's alone"
+        )
     yield from found
 
 
-def grade(folder: Path, jobs: int = 0) -> Iterator[Grade]:
+def grade(folder: Path, jobs: int = 0, until: Due | None = None, partial: bool = False) -> Iterator[Grade]:
     """A grade for each submission, in order; `jobs` are judged at a time, 0 for one per core. Raises ConfigError where there is no
     sandbox."""
     if problem := sandbox.problem():
         raise ConfigError(problem)
     if jobs < 0:
         raise ConfigError(f"--jobs must not be negative, and is {jobs}")
+
+    found = list(submissions(folder))
+    resembles = similar(found)
+
+    def one(submission: tuple[str, Exercise | None, Path]) -> Grade:
+        return replace(grade_one(*submission, until, partial), similar=resembles.get(submission[2], ""))
+
     _ended.clear()
     with ThreadPoolExecutor(jobs or len(os.sched_getaffinity(0))) as judges:
         try:
-            yield from judges.map(lambda each: grade_one(*each), list(submissions(folder)))
+            yield from judges.map(one, found)
         except BaseException:  # Ctrl-C, or the reader of the table has left
             _ended.set()
             judges.shutdown(wait=False, cancel_futures=True)
             raise
 
 
-def grade_one(student: str, exercise: Exercise, path: Path) -> Grade:
+def similar(found: list[tuple[str, Exercise | None, Path]]) -> dict[Path, str]:
+    """File -> what else it resembles most, of the same exercise."""
+    by_exercise: dict[int, tuple[Exercise, dict[str, Path]]] = {}
+    for student, exercise, path in found:
+        if exercise and path.is_file() and not path.is_symlink() and path.stat().st_size <= LARGEST_SUBMISSION:
+            by_exercise.setdefault(exercise.number, (exercise, {}))[1][student] = path
+    return {
+        files[student]: printable(text)
+        for exercise, files in by_exercise.values()
+        for student, text in alike(exercise, files).items()
+    }
+
+
+def grade_one(
+    student: str, exercise: Exercise | None, path: Path, until: Due | None = None, partial: bool = False
+) -> Grade:
     """Judge one file in a sandbox. What it may do wrong is in the grade, never raised."""
+    if exercise is None:
+        return Grade(
+            printable(student),
+            "",
+            0,
+            "missing",
+            "no file with the name of an exercise, such as ex05_scheduler.py",
+            0.0,
+            "",
+        )
     began = time.monotonic()
     if path.is_symlink() or not path.is_file():
         verdict, imports = Verdict("error", "not a regular file"), ""
     elif path.stat().st_size > LARGEST_SUBMISSION:
         verdict, imports = Verdict("error", f"more than {LARGEST_SUBMISSION} bytes"), ""
     else:
-        verdict, imports = judge_shut_in(exercise, path), ", ".join(own_imports(exercise, path))
-    points = exercise.points if verdict.passed else 0
+        verdict = read_first(exercise, path) or judge_shut_in(exercise, path, partial)
+        imports = ", ".join(own_imports(exercise, path))
+    late, share = until.of(path) if until else ("", 1.0)
+    points = round(share * exercise.points * (1.0 if verdict.passed else verdict.kept), 2)
+    points = int(points) if points.is_integer() else points  # 15, not 15.0
     seconds = round(time.monotonic() - began, 1)
     return Grade(
         printable(student),
@@ -106,37 +186,58 @@ def grade_one(student: str, exercise: Exercise, path: Path) -> Grade:
         verdict.text[:LONGEST_VERDICT],
         seconds,
         imports[:LONGEST_VERDICT],
+        late,
     )
 
 
-def judge_shut_in(exercise: Exercise, path: Path) -> Verdict:
-    """The verdict on a file that is judged in a sandbox, in a folder of its own that is removed afterwards."""
+def read_first(exercise: Exercise, path: Path) -> Verdict | None:
+    """The verdict on a file that need not run, or may not."""
+    if found := problem(exercise, path):
+        return Verdict(*found)
+    if refused := refusals(exercise, path):
+        return Verdict("refused", "It was not run: " + " ".join(refused))
+    return None
+
+
+def judge_shut_in(exercise: Exercise, path: Path, partial: bool = False) -> Verdict:
+    """The verdict on a file that is judged in a sandbox, in a folder of its own that is removed afterwards. With `partial` all tests run, and
+    the verdict says how much of the contract is kept."""
     limit = LIMIT[exercise.tensors]
     scratch = Path(tempfile.mkdtemp(prefix="stages-grade-"))
     try:
-        solution, verdicts, said = scratch / path.name, scratch / "verdicts.jsonl", scratch / "said.txt"
+        solution, stack, said = scratch / path.name, scratch / "stack.txt", scratch / "said.txt"
+        reading = Reading()
         shutil.copyfile(path, solution)
         command = [sys.executable, "-m", sandbox.__name__, str(scratch), str(2 * limit), str(MEMORY[exercise.tensors])]
-        command += [str(os.getpid()), *judge_arguments(exercise, solution, verdicts, limit)]
+        command += [str(os.getpid()), *judge_arguments(exercise, solution, reading, stack, limit, partial)]
         with said.open("w+b") as output:
-            process = subprocess.Popen(
-                command, cwd=scratch, env=environment(scratch), stdin=subprocess.DEVNULL, stdout=output,
-                stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
+            process = started(command, output, reading, cwd=scratch, env=environment(scratch))
             ended = _wait(process, scratch, 2 * limit, MEMORY[exercise.tensors])
+            lines = reading.lines()
             if ended is not None:
                 return Verdict("error", ended)
-            found = read(verdicts, solution, limit)
-            return found or Verdict("error", f"the judge could not run: {_end_of(output)}")
-    except (ValueError, KeyError, TypeError, OSError) as error:  # it has written into its verdict's file
+            found = read(lines, stack, solution, limit)
+            if found is None:
+                return Verdict("error", f"the judge could not run: {_end_of(output)}")
+            return counted(exercise, found, lines[1:]) if partial and len(lines) - 1 == lines[0]["collected"] else found
+    except (ValueError, OSError) as error:  # it has written where its verdict goes
         return Verdict("error", f"no verdict that can be read: {error}")
     finally:
         _remove(scratch)
 
 
+def counted(exercise: Exercise, verdict: Verdict, results: list[dict[str, Any]]) -> Verdict:
+    """The verdict, with the sentences of the contract that are kept."""
+    if not verdict.passed:
+        found = kept(exercise, results)
+        verdict.kept = len(found) / len(exercise.contract)
+        verdict.text = f"keeps {len(found)} of {len(exercise.contract)} sentences; {verdict.text}"
+    return verdict
+
+
 def environment(scratch: Path) -> dict[str, str]:
     """Nothing of the grader's own but where Python and the project are; every cache lies in the scratch folder."""
-    kept = {name: os.environ[name] for name in ("PATH", "LANG", "LC_ALL") if name in os.environ}
+    passed_on = {name: os.environ[name] for name in ("PATH", "LANG", "LC_ALL") if name in os.environ}
     places = (
         "HOME",
         "TMPDIR",
@@ -147,7 +248,9 @@ def environment(scratch: Path) -> dict[str, str]:
     )
     path = os.pathsep.join([str(ROOT), str(ROOT / "trace")])
     return (
-        kept | dict.fromkeys(places, str(scratch)) | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        passed_on
+        | dict.fromkeys(places, str(scratch))
+        | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     )
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from stage01_cli.tools.course.exercises import ROOT, Exercise, in_project
+from stage01_cli.tools.course.own import open_names
 from stage01_cli.tools.own_server import OwnServer, own_server
 from stage03_engine.errors import ConfigError
 from stagetrace import read_run
@@ -35,9 +36,18 @@ RECORDED_FLAGS = ("--num-gpu-blocks-override", "64", "--prefix-caching-hash-seed
 CLIENTS, ROUNDS, TOKENS = 4, 5, 32
 
 
-def door(parts: list[tuple[str, str, Path]]) -> dict[str, str]:
-    """The environment in which each process puts these parts, (module, name, file), in the place of the project's own."""
-    listed = [{"module": module, "name": name, "file": str(file.resolve())} for module, name, file in parts]
+def door(parts: list[tuple[str, str, Path]], keep: tuple[str, ...] = ()) -> dict[str, str]:
+    """The environment in which each process puts these parts, (module, name, file), in the place of the project's own. The file may not
+    ask the project's own for the functions in `keep`."""
+    listed = [
+        {
+            "module": module,
+            "name": name,
+            "file": str(file.resolve()),
+            "keep": [each for each in keep if each.partition(".")[0] == name],
+        }
+        for module, name, file in parts
+    ]
     path = [str(DOOR), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {"STAGES_PARTS": json.dumps(listed), "PYTHONPATH": os.pathsep.join(path)}
 
@@ -69,7 +79,7 @@ def flags_of(exercise: Exercise, solution: Path | None) -> list[str]:
 def serving(exercise: Exercise, solution: Path | None, *flags: str) -> Iterator[OwnServer]:
     """The real server with a solution, or with the reference."""
     file = behind_the_door(exercise, solution)
-    environment = door(parts_of(exercise, file)) if file else {}
+    environment = door(parts_of(exercise, file), open_names(exercise) if solution else ()) if file else {}
     with own_server("gpt2-tiny", [*flags_of(exercise, solution), *flags], environment) as server:
         yield server
 
@@ -94,6 +104,8 @@ def served(exercise: Exercise, solution: Path, work: Path) -> bool:
     own = work / f"{exercise.name}.trace"
     print(f"starting the server with {in_project(solution)} ...", flush=True)
     text, said = record(exercise, solution, own)
+    if calls := [line.removeprefix(MARK).strip() for line in said if line.startswith(f"{MARK} Write ")]:
+        raise ConfigError(f"{in_project(solution)}: {calls[0]}")
     for line in said:
         print(line.replace(f"{ROOT}{os.sep}", ""))
     if exercise.parts and any(exercise.parts.values()) and not said:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -12,16 +11,18 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, BinaryIO
 
 from stage01_cli.tools.course.exercises import ROOT, Exercise, in_project
+from stage01_cli.tools.course.own import problem
+from stage01_cli.tools.course.reading import refusals
+from stage01_cli.tools.course.sealed import Reading
 from stage03_engine.errors import ConfigError
 
 LIMIT = {False: 60, True: 180}  # seconds; a check takes 5, or 20 with tensors, on a machine with nothing else to do
 NEEDED = ("pytest", "hypothesis", "pytest_benchmark", "pytest_timeout", "httpx")
 
-OUTCOMES = ("passed", "rejected", "unwritten", "error")
-LARGEST = 1 << 20  # bytes that the tests may write
+OUTCOMES = ("passed", "rejected", "unwritten", "error", "refused")
 
 
 @dataclass
@@ -33,6 +34,7 @@ class Verdict:
     num_tests: int = 0  # that ran; all but the last have passed
     num_collected: int = 0
     seconds: float = 0.0
+    kept: float = 0.0  # the share of the contract's sentences, if it was asked for
 
     @property
     def passed(self) -> bool:
@@ -40,39 +42,56 @@ class Verdict:
         return self.outcome == "passed"
 
 
-def judge_arguments(exercise: Exercise, solution: Path, verdicts: Path, limit: float) -> list[str]:
-    """Of pytest: the judge's tests up to the first that fails, which write what they found to `verdicts`."""
+def judge_arguments(
+    exercise: Exercise, solution: Path, reading: Reading, stack: Path, limit: float, all_tests: bool = False
+) -> list[str]:
+    """Of pytest: the judge's tests, up to the first that fails unless `all_tests` are asked for. They write what they found to `reading`,
+    and to the file `stack` where they are when the time is up."""
     quiet = ["-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:schemathesis", "-o", "addopts="]
     return [
-        str(exercise.judge), "--rootdir", str(ROOT), "-x", *quiet,
-        "--exercise", str(exercise.number), "--impl", str(solution), "--verdicts", str(verdicts), "--limit", str(limit),
+        str(exercise.judge), "--rootdir", str(ROOT), *([] if all_tests else ["-x"]), *quiet,
+        "--exercise", str(exercise.number), "--impl", str(solution), "--verdicts", *map(str, reading.descriptors),
+        "--stack", str(stack), "--limit", str(limit),
     ]  # fmt: skip
 
 
 def judge(exercise: Exercise, solution: Path, limit: float | None = None) -> Verdict:
     """Judge a file. Raises ConfigError when the judge itself cannot run."""
     limit = limit or LIMIT[exercise.tensors]
+    if found := problem(exercise, solution):
+        return Verdict(*found)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="stages-course-") as folder:
-        verdicts = Path(folder) / "verdicts.jsonl"
-        command = [sys.executable, "-m", "pytest", *judge_arguments(exercise, solution.resolve(), verdicts, limit)]
-        with (Path(folder) / "said.txt").open("w+", encoding="utf-8", errors="replace") as output:
-            if not _run(command, output, limit + 60):
-                return Verdict("error", f"no verdict within {limit:.0f} s: a loop that never ends?")
+        reading, stack = Reading(), Path(folder) / "stack.txt"
+        arguments = judge_arguments(exercise, solution.resolve(), reading, stack, limit)
+        with (Path(folder) / "said.txt").open("w+b") as output:
+            in_time = _run([sys.executable, "-m", "pytest", *arguments], output, limit + 60, reading)
             output.seek(0)
-            said = output.read()
-        verdict = read(verdicts, solution.resolve(), limit)
+            said = output.read().decode("utf-8", "replace")
+        try:
+            lines = reading.lines()
+        except ValueError as error:
+            return Verdict("error", f"no verdict that can be read: {error}")
+        if not in_time:
+            return Verdict("error", f"no verdict within {limit:.0f} s: a loop that never ends?")
+        verdict = read(lines, stack, solution.resolve(), limit)
     if verdict is None:
         raise ConfigError(_reason(said))
     verdict.seconds = time.monotonic() - began
     return verdict
 
 
-def _run(command: list[str], output: TextIO, seconds: float) -> bool:
+def started(command: list[str], output: BinaryIO, reading: Reading, **where: Any) -> subprocess.Popen[bytes]:
+    """The process of the tests."""
+    return subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+        pass_fds=reading.descriptors, **where,
+    )  # fmt: skip
+
+
+def _run(command: list[str], output: BinaryIO, seconds: float, reading: Reading) -> bool:
     """Run to the end, and end what it started with it, also when this is interrupted. False if the time was up."""
-    process = subprocess.Popen(
-        command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-    )
+    process = started(command, output, reading, cwd=ROOT)
     try:
         process.wait(seconds)
         return True
@@ -84,25 +103,16 @@ def _run(command: list[str], output: TextIO, seconds: float) -> bool:
         process.wait()
 
 
-def read(verdicts: Path, solution: Path, limit: float) -> Verdict | None:
-    """What the tests wrote, None if they did not begin. The first that is not passed decides. A stack lies beside it when the
-    time was up. Raises ValueError, KeyError or TypeError for a file that the tests have not written."""
-    if verdicts.exists() and verdicts.stat().st_size > LARGEST:
-        raise ValueError(f"more than {LARGEST} bytes")
-    lines = verdicts.read_text(encoding="utf-8").splitlines() if verdicts.exists() else []
+def read(lines: list[dict[str, Any]], stack: Path, solution: Path, limit: float) -> Verdict | None:
+    """What the tests wrote, None if they did not begin. The first that is not passed decides. A stack says where they were when the
+    time was up."""
     if not lines:
         return None
-    try:
-        first, *results = [json.loads(line) for line in lines]
-    except RecursionError as error:
-        raise ValueError("nested too deeply") from error
+    first, *results = lines
     for result in results:
-        if result["outcome"] not in OUTCOMES:
-            raise ValueError(f"no such outcome: {result['outcome']!r}")
         if result["outcome"] != "passed":
             return Verdict(result["outcome"], printable(result["text"]), len(results), first["collected"])
-    stack = verdicts.with_suffix(".stack")
-    if stack.exists() and (text := stack.read_text(encoding="utf-8")):
+    if stack.is_file() and (text := stack.read_bytes()[: 1 << 16].decode("utf-8", "replace")):
         here = [line.strip() for line in text.splitlines() if str(solution) in line]
         where = f" It was here: {here[0].replace(str(solution), solution.name)}" if here else ""
         return Verdict("error", f"no verdict within {limit:.0f} s: a loop that never ends?{where}", len(results))
@@ -131,7 +141,14 @@ def report(exercise: Exercise, solution: Path, verdict: Verdict) -> str:
     head = f"exercise {exercise.number}, {exercise.title.lower()}"
     if verdict.passed:
         tests = f"{verdict.num_tests} test{'s' * (verdict.num_tests > 1)}, {verdict.seconds:.1f} s"
-        return f"{head}: passed ({tests})\nNow let it serve: stages course serve {exercise.number}"
+        note = (
+            [f"Whoever grades it would not run it, though: {refused[0]}"]
+            if (refused := refusals(exercise, solution))
+            else []
+        )
+        return "\n".join(
+            [f"{head}: passed ({tests})", *note, f"Now let it serve: stages course serve {exercise.number}"]
+        )
     word = {"unwritten": "not yet written", "rejected": "not yet right", "error": "it does not work yet"}[
         verdict.outcome
     ]

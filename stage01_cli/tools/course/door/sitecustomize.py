@@ -28,12 +28,13 @@ PROJECT = "stage0"  # how the names of its modules begin
 class Door:
     """A finder that goes before all others: finds a module as they do, and has the parts set when its code has run."""
 
-    def __init__(self, parts: list[dict[str, str]]) -> None:
+    def __init__(self, parts: list[dict[str, Any]]) -> None:
         self.parts = parts
         self.files = {student(part["file"]): part["file"] for part in parts}
         self.loading = 0  # modules with parts, and files of parts, whose code is running now
+        self.said: list[str] = []
         self.half_loaded = 0  # modules of the stages whose code is running now
-        self.waiting: list[tuple[ModuleType, dict[str, str]]] = []
+        self.waiting: list[tuple[ModuleType, dict[str, Any]]] = []
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         """The spec that the other finders give, with a loader that sets the parts afterwards; None for all other modules.
@@ -68,7 +69,7 @@ class Door:
 
         return exec_module
 
-    def then_set(self, run: Callable[[ModuleType], None], parts: list[dict[str, str]]) -> Callable[[ModuleType], None]:
+    def then_set(self, run: Callable[[ModuleType], None], parts: list[dict[str, Any]]) -> Callable[[ModuleType], None]:
         """The loader's own work, and after it the parts."""
 
         def exec_module(module: ModuleType) -> None:
@@ -101,15 +102,31 @@ class Door:
         finally:
             self.loading -= 1
 
-    def set(self, module: ModuleType, part: dict[str, str]) -> None:
+    def set(self, module: ModuleType, part: dict[str, Any]) -> None:
         """Put the part that the file defines into the module."""
         own, reference = importlib.import_module(student(part["file"])), getattr(module, part["name"])
+        if part.get("keep"):
+            self.guard(module, part, own)
         # Others may have taken the reference's name while the part was waiting.
         for each in [each for name, each in sys.modules.items() if name.startswith(PROJECT)]:
             for name in [name for name, value in vars(each).items() if value is reference]:
                 setattr(each, name, getattr(own, part["name"]))
         where = f"{module.__name__}.{part['name']}"
         print(f"{PREFIX} {where} is now the one in {part['file']} (process {os.getpid()})", file=sys.stderr, flush=True)
+
+    def guard(self, module: ModuleType, part: dict[str, Any], own: ModuleType) -> None:
+        """Say so once, in the server's log, when the student's part has its answer from the one that it replaces."""
+        from stage01_cli.tools.course.guard import Guard
+
+        guard = Guard(Path(part["file"]), {part["name"]: getattr(own, part["name"])}, self.say_once)
+        for name in part["keep"]:
+            guard.keep(module, name)
+
+    def say_once(self, text: str) -> None:
+        """A line of the log."""
+        if text not in self.said:
+            self.said.append(text)
+            print(f"{PREFIX} {text}", file=sys.stderr, flush=True)
 
 
 def student(file: str) -> str:
