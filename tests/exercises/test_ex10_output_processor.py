@@ -390,24 +390,6 @@ def test_exceptions(impl: ModuleType, what: list[str]) -> None:
             judge.rejects("exception", "the exception", seen(got))
 
 
-def test_an_exception_wakes_whoever_waits(impl: ModuleType) -> None:
-    async def work() -> None:
-        collector = impl.RequestOutputCollector(DELTA)
-        waiting = asyncio.ensure_future(collector.get())
-        try:
-            await asyncio.sleep(0)
-            collector.put(KeyError("the engine is dead"))
-            for _ in range(TURNS):
-                await asyncio.sleep(0)
-            judge.holds("exception", waiting.done(), "a get that waits already raises it", "it still waits")
-            judge.holds("exception", isinstance(waiting.exception(), KeyError), "get raises it", waiting.exception())
-        finally:
-            waiting.cancel()
-
-    with judge.case(put="an exception, while get waits"):
-        asyncio.run(work())
-
-
 @judge.settings(6)
 @given(rounds=st.integers(1, 3))
 def test_waiting(impl: ModuleType, rounds: int) -> None:
@@ -433,6 +415,24 @@ def test_waiting(impl: ModuleType, rounds: int) -> None:
                 waiting.cancel()
 
     with judge.case(rounds=rounds):
+        asyncio.run(work())
+
+
+def test_an_exception_wakes_whoever_waits(impl: ModuleType) -> None:
+    async def work() -> None:
+        collector = impl.RequestOutputCollector(DELTA)
+        waiting = asyncio.ensure_future(collector.get())
+        try:
+            await asyncio.sleep(0)
+            collector.put(KeyError("the engine is dead"))
+            for _ in range(TURNS):
+                await asyncio.sleep(0)
+            judge.holds("exception", waiting.done(), "a get that waits already raises it", "it still waits")
+            judge.holds("exception", isinstance(waiting.exception(), KeyError), "get raises it", waiting.exception())
+        finally:
+            waiting.cancel()
+
+    with judge.case(put="an exception, while get waits"):
         asyncio.run(work())
 
 

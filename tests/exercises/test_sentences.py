@@ -25,7 +25,7 @@ def test_each_sentence_is_broken_by_somebody(exercise: Exercise) -> None:
     assert {wrong.key.split(" or ")[0] for wrong in broken_of(exercise)} == {*exercise.contract} - {
         *WITHOUT.get(exercise.number, {})
     }
-    assert len({wrong.what for wrong in broken_of(exercise)}) == len(broken_of(exercise))
+    assert len({(wrong.key, wrong.what) for wrong in broken_of(exercise)}) == len(broken_of(exercise))
 
 
 @pytest.mark.long  # each is judged as a student's file is: some five minutes for all of them
