@@ -192,7 +192,9 @@ ANSWERS: list[tuple[Callable[[], Any], str, str, list[tuple[str, str]]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("make", "text", "content", "found"), ANSWERS, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(
+    ("make", "text", "content", "found"), ANSWERS, ids=lambda value: getattr(value, "__name__", str(value)[:40])
+)
 def test_table(make: Callable[[], Any], text: str, content: str, found: list[tuple[str, str]]) -> None:
     assert read(make(), [text]) == ("", content, found)
 
