@@ -200,6 +200,8 @@ for event in read_run(traces).events[1:]:
 # %% [markdown] tags=["exercise"]
 # ## Exercise: who decides
 #
+# This is the warm-up. In exercise [1](exercises/ex01_settings/README.md) you write the real part, and it serves in the real server: `stages course start 1`.
+#
 # Write `resolve(settings, given, environ)`. `settings` is a list of [`Setting`](../stage03_engine/args/fields.py), `given` maps names to what the
 # command line gave, `environ` maps variables to texts. Return a dictionary: name → (value, origin), where origin is
 #

@@ -310,6 +310,8 @@ print("threads of its own, in the recording:", run.named("engine.threads_started
 # %% [markdown] tags=["exercise"]
 # ## Exercise: the size of the KV cache
 #
+# This is the warm-up. In exercise [3](exercises/ex03_engine_client/README.md) you write the real part, and it serves in the real server: `stages course start 3`.
+#
 # Write `num_blocks(config, memory)`; `memory` has the two methods of `Memory` above. Return the number of blocks:
 #
 # 1. `config.cache_config.num_gpu_blocks_override`, if it is not None;

@@ -343,6 +343,9 @@ lab.claim(
 # %% [markdown] tags=["exercise"]
 # ## Exercise: the collector
 #
+# This is the warm-up. In exercises [3](exercises/ex03_engine_client/README.md) and [10](exercises/ex10_output_processor/README.md)
+# you write the real parts, and they serve in the real server: `stages course start 3`.
+#
 # **Contract.** `MyCollector(output_kind)` with
 #
 # - `put(output)`: never waits. `output` is a `RequestOutput` or an exception. If one waits already that nobody has read, the two are

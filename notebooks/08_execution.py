@@ -692,6 +692,8 @@ lab.claim("5773: another token of GPT-2", lab.GPT2_TOKENS[5773] != " world" and 
 # %% [markdown] tags=["exercise"]
 # ## Exercise: build the inputs of a step
 #
+# This is the warm-up. In exercise [9](exercises/ex09_sampler/README.md) you write the real part, and it serves in the real server: `stages course start 9`.
+#
 # **Contract.** `my_inputs(batch, block_size)`
 #
 # - `batch` is a list of requests of this step: `(token_ids, num_computed, num_scheduled, block_table)`. Of its `token_ids`, the first

@@ -344,6 +344,9 @@ lab.claim(f"ids: these are {said!r}", said != " world! How are you?")
 # %% [markdown] tags=["exercise"]
 # ## Exercise: the incremental detokenizer
 #
+# This is the warm-up. In exercises [2](exercises/ex02_stream/README.md) and [10](exercises/ex10_output_processor/README.md)
+# you write the real parts, and they serve in the real server: `stages course start 2`.
+#
 # **Contract.** `my_deltas(pieces, stops)`
 #
 # - `pieces`: the bytes of each token, in order. Cut anywhere, also within a character, and not always valid UTF-8.

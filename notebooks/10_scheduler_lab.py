@@ -451,6 +451,9 @@ lab.claim("utilization: some steps had less than all 3 places", min(busy) < 3 ==
 # %% [markdown] tags=["exercise"]
 # ## Exercise: admission
 #
+# This is the warm-up. In exercises [5](exercises/ex05_scheduler/README.md) and [12](exercises/ex12_policy/README.md)
+# you write the real parts, and they serve in the real server: `stages course start 5`.
+#
 # **Contract.** `MyScheduler._schedule_waiting(output, budget)`, called when the running requests were served and nobody was preempted.
 #
 # - Go through `self.waiting` in order. Stop when `budget` is used up, or `self.config.max_num_seqs` requests are in `self.running`.

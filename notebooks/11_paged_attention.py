@@ -554,6 +554,9 @@ lab.claim(
 # %% [markdown] tags=["exercise"]
 # ## Exercise: write it
 #
+# This is the warm-up. In exercises [4](exercises/ex04_block_pool/README.md), [6](exercises/ex06_paged_attention/README.md), [7](exercises/ex07_triton_attention/README.md) and [8](exercises/ex08_online_softmax/README.md)
+# you write the real parts, and they serve in the real server: `stages course start 4`.
+#
 # **Contract.** `my_paged_attention(query, kv_cache, metadata, scale, window=None)`
 #
 # - `query` is `[num_tokens, num_heads, head_dim]`, the tokens of all requests one after the other; `kv_cache` is

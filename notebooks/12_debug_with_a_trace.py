@@ -307,6 +307,9 @@ lab.claim("swapping: who comes back computes its tokens again", back and min(bac
 # %% [markdown] tags=["exercise"]
 # ## Exercise: the check that finds it by itself
 #
+# This is the warm-up. In exercise [13](exercises/ex13_find_the_bug/README.md) you say what is wrong with each engine, and a judge tries your check on others:
+# `stages course start 13`.
+#
 # **Contract.** `lost_blocks(events)`. `events` are the [`Event`](../trace/stagetrace/event.py)s of one engine in order; each has `name`, `req`,
 # `args` and `ref`.
 #

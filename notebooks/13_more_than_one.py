@@ -585,6 +585,8 @@ lab.claim("slices of a large one win over the two links within a machine", split
 # %% [markdown] tags=["exercise"]
 # ## Exercise: which engine gets the next request?
 #
+# This is the warm-up. In exercise [14](exercises/ex14_tensor_parallel/README.md) you write the real part, and it serves in the real server: `stages course start 14`.
+#
 # [`EngineLoad`](../stage03_engine/frontend/features/data_parallel/balancing.py) is what the front end knows of an engine. The engine with the lowest
 # `score` gets the next request, the first of equals.
 #

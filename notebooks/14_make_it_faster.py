@@ -425,6 +425,8 @@ lab.compare(rows_a100=round(312e12 / 2.039e12))
 # %% [markdown] tags=["exercise"]
 # ## Exercise: the numbers themselves
 #
+# This is the warm-up. In exercise [11](exercises/ex11_speculation/README.md) you write the real part, and it serves in the real server: `stages course start 11`.
+#
 # Before the next change: can you trust the numbers? Compute them yourself, from nothing but the times at which tokens came.
 #
 # **Contract.** `my_metrics(requests, duration, ttft_ms, tpot_ms)`

@@ -73,6 +73,16 @@ def test_the_list_of_exercises_has_each(exercise: Exercise) -> None:
     assert row in (FOLDER / "README.md").read_text(encoding="utf-8").splitlines()
 
 
+@ALL
+def test_a_notebook_that_an_exercise_names_leads_to_it(exercise: Exercise) -> None:
+    notebooks = [ROOT / place for place in exercise.here if place.endswith(".ipynb")]
+    assert notebooks or exercise.number == 15, "no notebook is about features"
+    for notebook in notebooks:
+        text = notebook.with_suffix(".py").read_text(encoding="utf-8")
+        assert f"(exercises/{exercise.folder.name}/README.md)" in text, notebook.name
+        assert "stages course start" in text
+
+
 def test_nobody_needs_an_exercise_of_a_later_week() -> None:
     weeks = re.findall(r"^\| [1-6] \|.*\| ([0-9, ]+) \|$", (FOLDER / "TEACHING.md").read_text(encoding="utf-8"), re.M)
     assert len(weeks) == 6

@@ -1,4 +1,4 @@
-"""The field `system_fingerprint` of answers (vllm/entrypoints/openai/protocol.py)."""
+"""The field `system_fingerprint` of answers (vllm/entrypoints/openai/completion/protocol.py)."""
 
 from __future__ import annotations
 

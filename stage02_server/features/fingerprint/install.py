@@ -1,4 +1,4 @@
-"""`--fingerprint-mode`: what answers tell of the set-up that made them (vllm/entrypoints/openai/fingerprint.py)."""
+"""`--fingerprint-mode`: what answers tell of the set-up that made them (vllm/entrypoints/serve/utils/fingerprint.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sends spans to a collector over OTLP/HTTP, from a thread (vllm/tracing.py, init_tracer; OpenTelemetry's BatchSpanProcessor).
+"""Sends spans to a collector over OTLP/HTTP, from a thread (vllm/tracing/__init__.py, init_tracer; OpenTelemetry's BatchSpanProcessor).
 
 The event loop never waits: what ends goes into a bounded queue, and is dropped where that is full. OpenTelemetry is imported by the thread. What its
 SDK reads from the environment counts: OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, OTEL_EXPORTER_OTLP_HEADERS, OTEL_TRACES_SAMPLER.

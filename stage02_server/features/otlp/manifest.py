@@ -1,4 +1,4 @@
-"""`--otlp-traces-endpoint` (vllm/tracing.py)."""
+"""`--otlp-traces-endpoint` (vllm/tracing/__init__.py)."""
 
 from __future__ import annotations
 
