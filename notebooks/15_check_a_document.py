@@ -63,7 +63,7 @@ print(f"3 GB are {3e9 / per_token / 256:.0f} tokens for each of 256 sequences")
 lab.claim("the pencil is right too", per_token * 1024 * 256 == 9 << 30)
 
 # %% [markdown]
-# So "~3GB" is right for 256 sequences of a third of the context. Nobody says so. The sum misleads for another reason: an engine does not take what its
+# So "~3GB" is right for 256 sequences of a third of the context. The document does not say so. The sum misleads for another reason: an engine does not take what its
 # requests will need. It takes the share of memory that it may have (`--gpu-memory-utilization`) and makes blocks of it. Who does not fit waits ([10](10_scheduler_lab.ipynb)).
 #
 # ## The flags
@@ -92,7 +92,7 @@ lab.claim(f"{len(same)} of them have the value that they have without it", len(s
 #
 # ## The milliseconds
 #
-# It gives "~50-200ms" for a completion of 50 tokens, "~50-100ms" for a single request, and a time for each of seven stages of the start.
+# It gives "~50-200ms" for a request, "~50-100ms" for a single one, and a time for each of seven stages of the start.
 
 # %% [markdown] tags=["predict"]
 # > **Predict.** How many times as long as a completion of 1 token does one of 50 take?
@@ -146,7 +146,7 @@ lab.table([(name, says, f"{(at[b] - at[a]) / 1e6:.1f} ms") for name, says, a, b 
 lab.claim("stage 6 is over before stage 5: they run side by side", at["server.app_built"] < at["engine.ready"])
 
 # %% [markdown]
-# No more than that can be said of such a table: the times are of this machine, and of a model of 0.5 GB.
+# These times belong to one machine, and to a model of 0.5 GB; the table can say no more.
 #
 # ## What recordings say
 #
@@ -203,7 +203,7 @@ print("an engine has imported torch, transformers:", *imported)
 # > - *A step runs `if requests:` came* (*Execution Flow*, 8.1), and *the executor "repeats for up to 50 tokens"* (*Executive Summary*, steps). Neither: a step for each token, as long as
 # >   a request is unfinished.
 # > - *Logits are `[batch_size, seq_len, vocab_size]`* (*REST API to Inference*, layer 10). Only where a token will be sampled.
-# > - *The socket is bound at last* (*Execution Flow*, 3.1). At first.
+# > - *The socket is bound last* (*Execution Flow*, 3.1). It is bound first.
 # > - *`AutoModelForCausalLM.from_pretrained()`* (*Component Initialization*, 15). The engine has its own model classes.
 # > - *"~100x faster than prefill"* for a decode step after a prompt of six tokens (*REST API to Inference*, timeline). Both read all weights once.
 # > - *Log-probabilities come after temperature and filters* (*REST API to Inference*, layer 11). They are of the model's own logits.

@@ -59,3 +59,9 @@ def test_answers_have_it_whole_and_beside_the_usage_of_a_stream(make_server: Mak
     assert not any("system_fingerprint" in chunk for chunk in chunks[:-1])
     other = make_server(RecordingEcho(0.0, config), config=config, fingerprint_mode="none")
     assert ask(other, path).json()["system_fingerprint"] is None, "another server of this process"
+
+
+@pytest.mark.parametrize("value", ["a\nb", "\udcff", "\x7f", "\0"])
+def test_a_value_that_no_answer_can_hold_is_refused_at_the_start(value: str) -> None:
+    with pytest.raises(ConfigError, match="printable text"):
+        FrontendArgs(fingerprint_mode="custom", fingerprint_value=value).check()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import warnings
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -11,7 +13,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from test_answer_parsers import json_values, read
 
+from stage02_server.features.tools import parameter_types as parameter_types_module
 from stage02_server.features.tools.answer_parser import AnswerParser
+from stage02_server.features.tools.call_scanner import CallScanner
 from stage02_server.features.tools.fields import ToolParam
 from stage02_server.features.tools.pieces import pieces
 from stage02_server.features.tools.python_literals import MAX_DEPTH, python_json
@@ -226,7 +230,7 @@ def test_python_values(value: Any) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "x", "1 2", "[1", "[1}", "{1}", "(1)", "[,]", "'a' 'b'", "r'a'", "f'{a}'", "'\\d'", "'\\xg0'", "1+1", "1j", "()", "{'a': }", "-", "0x", "9" * 129, "[" * (MAX_DEPTH + 1), "'\\N{no such}'"],
+    ["", "x", "1 2", "[1", "[1}", "{1}", "(1)", "[,]", "'a' 'b'", "r'a'", "f'{a}'", "'\\xg0'", "1+1", "1j", "()", "{'a': }", "-", "0x", "9" * 129, "[" * (MAX_DEPTH + 1), "'\\N{no such}'"],
 )  # fmt: skip
 def test_what_is_no_value(text: str) -> None:
     assert python_json(text) is None
@@ -261,3 +265,35 @@ def test_qwen3_reasoning(text: str, reasoning: str, content: str) -> None:
 def test_qwen3_reasons_and_calls() -> None:
     text = "<think>\nHm.<tool_call>\n<function=f>\n<parameter=count>\n3\n</parameter>\n</function>\n</tool_call>"
     assert read(AnswerParser(Qwen3Parser(""), qwen3()), [*text, ""]) == ("\nHm.", "", [("f", '{"count": 3}')])
+
+
+@pytest.mark.parametrize("text", [r"'\d+\.\w'", r"'\0x'", r"'\101\1019'", r"'\07'", r"'\8'", r"'\q\'\z'", r"'''a\"b\
+c'''", r"'\0'"])  # fmt: skip
+def test_escapes_are_pythons(text: str) -> None:
+    with warnings.catch_warnings(action="ignore"):  # of escapes that Python does not know, and keeps
+        assert json.loads(python_json(text) or "") == ast.literal_eval(text)
+
+
+def test_no_text_of_a_model_makes_python_warn() -> None:
+    with warnings.catch_warnings(action="error"):
+        assert python_json("1if") is None and python_json("0x1for") is None
+
+
+def test_numbers_that_json_cannot_hold_make_no_call() -> None:
+    for number in ("1e999", "NaN", "-Infinity"):
+        scanner = CallScanner()
+        scanner.feed('{"arguments": {"a": ' + number + '}, "name": "f"}')
+        assert scanner.broken, number
+
+
+def test_a_long_definition_is_read_once_however_many_refer_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    real = parameter_types_module._named
+    monkeypatch.setattr(parameter_types_module, "_named", lambda part: seen.append(id(part)) or real(part))
+    properties = {f"p{i}": {"anyOf": [{"$ref": "#/$defs/x"}] * 50} for i in range(20)}
+    schema = {"$defs": {"x": {"enum": [0, None, "a"]}}, "properties": properties}
+    types = parameter_types_module.parameter_types(
+        [ToolParam.model_validate({"function": {"name": "f", "parameters": schema}})]
+    )
+    assert set(types["f"].values()) == {frozenset({"integer", "null", "string"})}
+    assert len(seen) == len(set(seen)) <= 21

@@ -183,6 +183,37 @@ def test_many_callers_start_one_engine_and_all_hear_why_it_cannot(fails: bool) -
     asyncio.run(asyncio.wait_for(test(), PATIENCE))
 
 
+def test_a_start_that_was_cut_off_does_not_spoil_the_next_event_loop() -> None:
+    class Stuck(LateClient):
+        async def start(self) -> EngineReady:
+            if not self.starts:
+                self.starts += 1
+                await asyncio.Event().wait()
+            return await super().start()
+
+    client = Stuck(fails=False)
+    config = AsyncEngineArgs(model="gpt2-tiny").create_engine_config()[0]
+    first = asyncio.new_event_loop()
+    engine = AsyncLLM.from_vllm_config(config, client=client)  # type: ignore[arg-type]
+    waiting = first.create_task(engine.add_request("a", "a", GREEDY))
+    while not client.starts:
+        first.run_until_complete(asyncio.sleep(0))
+
+    async def elsewhere() -> None:
+        with pytest.raises(RuntimeError, match="started in another event loop"):
+            await engine.add_request("b", "b", GREEDY)
+
+    async def again() -> None:
+        with pytest.raises(RuntimeError, match="sent"):
+            await engine.add_request("c", "c", GREEDY)
+
+    asyncio.run(elsewhere())
+    waiting.cancel()
+    first.close()
+    asyncio.run(again())
+    engine.shutdown()
+
+
 def test_the_names_of_arguments_are_vllms() -> None:
     """Programs give them as keywords."""
     named = {

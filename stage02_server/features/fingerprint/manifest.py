@@ -25,6 +25,10 @@ class FingerprintFlags:
         """Raises ConfigError for a value that nobody sees, and for a mode that lacks it."""
         if (self.fingerprint_mode == "custom") != bool(self.fingerprint_value):
             raise ConfigError("--fingerprint-mode custom and --fingerprint-value TEXT need each other")
+        if (
+            self.fingerprint_value and not self.fingerprint_value.isprintable()
+        ):  # also what is no Unicode: it could not be sent
+            raise ConfigError("--fingerprint-value must be printable text on one line")
 
 
 _FIELD = ".fields:SystemFingerprintField"

@@ -122,14 +122,15 @@ class _Spans:
         return self._log.line or "no reason given"
 
     def _ended(self, span: FinishedSpan) -> Any:
-        """The span; None if OpenTelemetry's sampler leaves it out."""
+        """The span; None if OpenTelemetry's sampler leaves it out, or OTEL_SDK_DISABLED switched all off."""
         from opentelemetry.trace import SpanKind
 
         made = self._tracer.start_span(
             "llm_request", _context(span.caller), SpanKind.SERVER, attributes(span.values), start_time=span.start_ns
         )
+        recorded = made.is_recording() and made.get_span_context().trace_flags.sampled
         made.end(span.end_ns)
-        return made if made.get_span_context().trace_flags.sampled else None
+        return made if recorded else None
 
     def close(self) -> None:
         """Give the connection back."""

@@ -102,10 +102,17 @@ class CallScanner:
             self.broken = True
             return ""
         arguments: Any = call.get("arguments", call.get("parameters"))
+        try:
+            text = (
+                arguments
+                if isinstance(arguments, str)
+                else json.dumps(arguments or {}, ensure_ascii=False, allow_nan=False)
+            )
+        except ValueError:  # Python reads NaN and 1e999, which JSON cannot hold
+            self.broken = True
+            return ""
         self.name = unicode_text(call["name"])
-        return unicode_text(
-            arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
-        )
+        return unicode_text(text)
 
 
 def json_value(text: str) -> Any:

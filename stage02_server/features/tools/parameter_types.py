@@ -29,16 +29,25 @@ def parameter_types(tools: Iterable[ToolParam]) -> Types:
         schema = tool.function.parameters or {}
         properties = schema.get("properties")
         names = properties.items() if isinstance(properties, dict) else ()
-        found[tool.function.name] = {name: frozenset(_types(part, schema)) for name, part in names}
+        read: dict[int, frozenset[str]] = {}
+        found[tool.function.name] = {name: frozenset(_types(part, schema, read)) for name, part in names}
     return found
 
 
-def _types(part: Any, whole: dict[str, Any]) -> set[str]:
-    """The types of a schema, of what it refers to and of its alternatives, but of nothing further inside."""
+def _types(part: Any, whole: dict[str, Any], read: dict[int, frozenset[str]]) -> set[str]:
+    """The types of a schema, of what it refers to and of its alternatives, but of nothing further inside. `read` keeps the types of each
+    part that was read, by its id: thousands may refer to one that is long."""
     parts = [part]
     if isinstance(part, dict):
         parts += [option for word in ("anyOf", "oneOf") if isinstance(part.get(word), list) for option in part[word]]
-    return {name for one in parts if isinstance(one, dict) for name in _named(_referred(one, whole))}
+    found: set[str] = set()
+    for one in parts:
+        if isinstance(one, dict):
+            part = _referred(one, whole)
+            if id(part) not in read:
+                read[id(part)] = frozenset(_named(part))
+            found |= read[id(part)]
+    return found
 
 
 def _referred(part: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:

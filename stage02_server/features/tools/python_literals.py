@@ -19,6 +19,7 @@ _NAMED = {"True": "true", "False": "false", "None": "null", "true": "true", "fal
 _ESCAPES = {
     "n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "f": "\f", "v": "\v", "\\": "\\", "'": "'", '"': '"', "\n": "",
 }  # fmt: skip
+_OCTAL = "01234567"
 _CODES = {"x": 4, "u": 6, "U": 10}  # escape -> its characters, the backslash included
 
 
@@ -68,12 +69,23 @@ class PythonString:
         return '"' + self.take(char)
 
     def _read_escape(self, char: str) -> str:
+        if self._escape[1:2] in tuple(_OCTAL):  # up to three digits
+            if char in _OCTAL and len(self._escape) < 4:
+                self._escape += char
+                return ""
+            text, self._escape = chr(int(self._escape[1:], 8)), ""
+            return _quoted(text) + self.take(char)
         if self._escape == "\\" and char in _ESCAPES:
             self._escape = ""
             return _quoted(_ESCAPES[char])
         self._escape += char
         kind = self._escape[1]
-        if kind not in "xuUN" or len(self._escape) > MAX_WORD:
+        if kind in _OCTAL:
+            return ""
+        if kind not in "xuUN":  # Python keeps an escape that it does not know: a pattern's \\d
+            text, self._escape = self._escape, ""
+            return _quoted(unicode_text(text))
+        if len(self._escape) > MAX_WORD:
             raise NotPython
         if len(self._escape) < _CODES.get(kind, MAX_WORD) and char != "}":
             return ""
@@ -94,6 +106,8 @@ def _atom(word: str) -> str:
     if word in _NAMED:
         return _NAMED[word]
     try:
+        if any(char.isalpha() and char not in "eExXoObBaAcCdDfF" for char in word):
+            raise NotPython  # also what Python would warn of, as 1if
         value = ast.literal_eval(word)
     except (ValueError, SyntaxError):
         raise NotPython from None

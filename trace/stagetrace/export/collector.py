@@ -14,7 +14,7 @@ def traces_address(url: str) -> tuple[str, int, str]:
         port = parts.port or (443 if parts.scheme == "https" else 4318)
     except ValueError as error:
         raise TraceError(f"{url}: not a collector's address ({error})") from error
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    if parts.scheme not in ("http", "https") or not parts.hostname or not url.isprintable() or " " in url:
         raise TraceError(f"{url}: not a collector's address; it looks like http://localhost:4318")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     path = parts.path if parts.path.strip("/") else "/v1/traces"

@@ -30,7 +30,9 @@ def to_lark(kind: str, text: str, any_whitespace: bool = True) -> str:
     if kind == "regex":
         return _HEADER + f"start: /{_regex(text)}/s"
     if kind == "choice":  # a terminal, so that the lexer distinguishes the choices
-        choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
+        choices = " | ".join(
+            json.dumps(choice, ensure_ascii=False).replace("\x7f", "\\u007f") for choice in json.loads(text)
+        )
         return _HEADER + f"start: CHOICE\nCHOICE: {choices}"
     if kind == "structural_tag":
         return _HEADER + structural_tag_to_lark(

@@ -71,7 +71,10 @@ async def request_of(
 async def _started(engine: AsyncLLM) -> None:
     """vLLM's constructor waits for the engine; here the first request does, so that the event loop stays free meanwhile."""
     if engine.ready is None:
-        if (task := _starting.get(engine)) is None:
+        task = _starting.get(engine)
+        if task is None or task.get_loop().is_closed():
             task = _starting[engine] = asyncio.create_task(engine.start())
-            task.add_done_callback(lambda _: _starting.pop(engine))
+            task.add_done_callback(lambda done: _starting.get(engine) is done and _starting.pop(engine))
+        elif task.get_loop() is not asyncio.get_running_loop():
+            raise RuntimeError("The engine is being started in another event loop, to which it belongs.")
         await asyncio.shield(task)
