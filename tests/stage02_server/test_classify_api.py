@@ -193,7 +193,7 @@ IMPOSSIBLE: list[tuple[str, dict[str, Any], str]] = [
     ("/classify", {"input": ""}, "input"),
     ("/classify", {"input": []}, "input"),
     ("/classify", {"input": ["a", ""]}, "input"),
-    ("/classify", {"input": [-1]}, "input"),
+    ("/classify", {"input": [-1]}, "body.input"),
     ("/classify", {"input": "\ud800"}, "body.input"),
     ("/classify", {"input": ["a"] * 2049}, "input"),
     ("/classify", {"input": "a" * (MAX_MODEL_LEN + 1)}, "input"),

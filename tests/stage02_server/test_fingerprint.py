@@ -28,6 +28,7 @@ def test_it_names_version_sizes_and_settings_and_changes_with_what_can_change_an
     plain = told()
     assert plain == told() and plain is not None and plain.startswith(f"stages-{__version__}-")
     assert len({plain, told(dtype="bfloat16"), told(block_size=8), told(seed=1)}) == 4
+    assert str(told(data_parallel_size=2)).startswith(f"stages-{__version__}-dp2-")
     two = told(tensor_parallel_size=2, pipeline_parallel_size=3)
     assert two is not None and two.startswith(f"stages-{__version__}-tp2-pp3-")
     assert told("hash", tensor_parallel_size=2, pipeline_parallel_size=3) == two.replace("-tp2-pp3", "")

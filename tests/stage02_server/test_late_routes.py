@@ -46,7 +46,7 @@ def test_the_first_request_loads_the_routes_and_no_others(make_server: Callable[
 @pytest.mark.parametrize(
     ("method", "path", "status", "allow"),
     [
-        ("GET", "/v1/messages", 405, "POST"), ("DELETE", "/v1/responses/resp_1", 405, "GET"), ("POST", "/v1/responses/a/b", 404, None),
+        ("GET", "/v1/messages", 405, "POST"), ("PUT", "/v1/responses/resp_1", 405, "DELETE, GET"), ("POST", "/v1/responses/a/b", 404, None),
         ("PUT", "/", 405, "GET"), ("GET", "/docs/nothing.js", 404, None), ("PATCH", "/tokenize", 405, "POST"),
     ],
 )  # fmt: skip

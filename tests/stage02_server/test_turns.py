@@ -110,6 +110,8 @@ SERVES_NO_KEY = {
     "features/audio/decoder.py": "each client has a turn: a lock for each",
     "features/hardening/fair_threads.py": "holds the turns itself",
     "features/hardening/turns.py": "holds the turns itself",
+    "features/chat_template/offline.py": "is LLM.chat's, where there is no server",
+    "features/otlp/exporter.py": "sends what has ended, and bounds what waits",
     "features/chat_template/renderer.py": "takes turns, or plain threads where that room was deleted",
 }
 

@@ -248,7 +248,7 @@ ERRORS: list[tuple[str, dict[str, Any], int, str, str]] = [
     ("max_tokens above the context", {"max_tokens": MAX_MODEL_LEN + 1}, 400, "BadRequestError", "max_tokens"),
     ("max_tokens 0 without echo", {"max_tokens": 0}, 400, "BadRequestError", "max_tokens"),
     ("too many logprobs", {"logprobs": 21}, 400, "BadRequestError", "logprobs"),
-    ("too many stop strings", {"stop": list("abcde")}, 400, "BadRequestError", "stop"),
+    ("too many stop strings", {"stop": list("abcde")}, 400, "Bad Request", "body.stop"),
     ("an empty stop string", {"stop": [""]}, 400, "BadRequestError", "stop"),
     ("several answers at temperature 0", {"n": 2, "temperature": 0}, 400, "BadRequestError", "n"),
     ("a suffix", {"suffix": "end"}, 400, "BadRequestError", "suffix"),

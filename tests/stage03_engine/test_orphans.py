@@ -17,6 +17,7 @@ CHILDREN = {
     "stage02_server.features.audio.process": "1 1",
     "stage02_server.features.chat_template.process": "",
     "stage03_engine.core": "ipc://{folder}/handshake 0",
+    "stage03_engine.core.features.distributed.fork_server": "{descriptor}",
     "stage03_engine.core.features.distributed.worker_process": "pipe:{descriptor}:{folder} 0 Worker_TP0",
     "stage03_engine.core.features.structured_output.grammar_checker": "[1000000000,true]",
     "stage03_engine.frontend.features.data_parallel.coordinator": "{folder}",

@@ -94,7 +94,7 @@ async def asked(loggers: Sequence[Any], config: VllmConfig | None = None, second
     try:
         await llm.start()
         request = llm.input_processor.process_inputs("r", "abcdefgh", SamplingParams(max_tokens=5, ignore_eos=True))
-        outputs = [output async for output in llm.generate(request)]
+        outputs = [output async for output in llm.generate(request, request.sampling_params, "r")]
         assert outputs[-1].finished
         await asyncio.sleep(seconds)
     finally:

@@ -9,15 +9,19 @@ from stage02_server.cli_args import FrontendArgs
 from stage03_engine import __version__
 from stage03_engine.config import VllmConfig
 
-SIZES = {"tp": "tensor_parallel_size", "pp": "pipeline_parallel_size", "dp": "data_parallel_size"}
+SIZES = {
+    "tp": ("parallel_config", "tensor_parallel_size"),
+    "pp": ("parallel_config", "pipeline_parallel_size"),
+    "dp": ("data_parallel_config", "data_parallel_size"),
+}
+"""Which sections of the configuration have them, if their features are there."""
 
 
 def system_fingerprint(args: FrontendArgs, config: VllmConfig) -> str | None:
     """`stages-0.9.0-tp2-1a2b3c4d` (full), `stages-0.9.0-1a2b3c4d` (hash), the operator's own text, or None."""
     if args.fingerprint_mode in ("custom", "none"):
         return args.fingerprint_value
-    parallel = getattr(config, "parallel_config", None)  # of a feature
-    sizes = {short: getattr(parallel, name, 1) for short, name in SIZES.items()}
+    sizes = {short: getattr(getattr(config, section, None), name, 1) for short, (section, name) in SIZES.items()}
     shown = [f"{short}{size}" for short, size in sizes.items() if size > 1 and args.fingerprint_mode == "full"]
     return "-".join((f"stages-{__version__}", *shown, config.hash()[:8]))
 

@@ -154,9 +154,9 @@ class PlainResponsesResponse(BaseModel):
 class DeletedResponse(BaseModel):
     """What is said of a response that has been deleted."""
 
-    id: str
-    object: Literal["response"] = "response"
-    deleted: Literal[True] = True
+    id: str = Field(description="Its id.")
+    object: Literal["response"] = Field(default="response", description="What kind of object this was.")
+    deleted: Literal[True] = Field(default=True, description="It is forgotten.")
 
 
 class ResponsesResponse(*loaded("response", "ResponsesResponse"), PlainResponsesResponse):  # type: ignore[misc]

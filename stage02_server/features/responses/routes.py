@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, FastAPI, Path, Query, Request, Response
+from fastapi import APIRouter, FastAPI, HTTPException, Path, Query, Request, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from stage02_server.api_server import Services
 from stage02_server.features.responses.protocol import ResponsesRequest
@@ -51,7 +53,19 @@ async def delete_responses(response_id: ResponseId, raw_request: Request) -> Del
     return DeletedResponse(id=response_id)
 
 
+class NotAllowed:
+    """What answers a path's other methods. Starlette's own 405 names the methods of the first route with this path alone."""
+
+    def __init__(self, *methods: str) -> None:
+        self._allowed = ", ".join(sorted(methods))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises HTTPException 405."""
+        raise HTTPException(405, headers={"Allow": self._allowed})
+
+
 def install(app: FastAPI, services: Services) -> None:
     """Add the routes and their handler, which takes answers apart as chats do."""
     app.state.openai_serving_responses = OpenAIServingResponses(services, app.state.openai_serving_chat)
     app.include_router(router)
+    app.router.routes.append(Route("/v1/responses/{response_id}", NotAllowed("GET", "DELETE"), include_in_schema=False))

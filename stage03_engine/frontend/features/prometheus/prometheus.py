@@ -247,7 +247,9 @@ class CacheConfigInfo(Collector):
         ready = self._engine.ready
         if ready is None:
             return {}
-        return getattr(self._engine.engine_core, "num_gpu_blocks", {0: ready.num_gpu_blocks})
+        parallel = getattr(self._engine.vllm_config, "data_parallel_config", None)  # of a feature
+        [only, *_] = getattr(parallel, "engine_indices", (0,))
+        return getattr(self._engine.engine_core, "num_gpu_blocks", {only: ready.num_gpu_blocks})
 
 
 def install(app: Any, services: Any) -> None:
