@@ -75,11 +75,11 @@ def test_an_error_of_a_worker_is_its_own_line() -> None:
 
 
 OWNER = """
-import sys, time
+import signal
 from stage03_engine.llm import LLM
 llm = LLM("gpt2-tiny", kv_cache_memory_bytes=20_000_000, device="cpu", tensor_parallel_size=2)
 print("ready", flush=True)
-time.sleep(1000)
+signal.pause()
 """
 
 
