@@ -11,7 +11,7 @@ FEATURE = Feature(
     help="the Llama family (Llama, Mistral, Qwen2, Qwen3), GPT-2 with other activations, tokenizers in other files than tokenizer.json",
     room=__package__,
     also=(
-        "stage03_engine.core.models.more",
+        "stage03_engine.core.features.llama",
         "stage04_kernels.features.activations",
         "stage04_kernels.features.rope",
     ),
@@ -29,7 +29,7 @@ FEATURE = Feature(
             for name in LLAMA
             for part in (
                 Part("architecture", ".llama:read_llama", key=f"{name}ForCausalLM", model_type=name.lower()),
-                Part("model", "stage03_engine.core.models.more.llama:LlamaForCausalLM", key=f"{name}ForCausalLM"),
+                Part("model", "stage03_engine.core.features.llama.llama:LlamaForCausalLM", key=f"{name}ForCausalLM"),
             )
         ),
     ),

@@ -11,9 +11,9 @@ from dataclasses import replace
 from torch import Tensor
 from torch.nn import functional as F
 
+from stage03_engine.core.features.llama.llama import LlamaForCausalLM
 from stage03_engine.core.models.gpt2 import GPT2LMHeadModel
 from stage03_engine.core.models.layers import embedding
-from stage03_engine.core.models.more.llama import LlamaForCausalLM
 from stage03_engine.model_shape import ModelShape
 
 
