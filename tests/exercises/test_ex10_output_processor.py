@@ -269,10 +269,11 @@ def test_process_outputs(
                 outputs[0].error_param, outputs[0].busy = param[0] if param else None, "busy" in error
             with judge.case(step=number + 1):
                 right, got = (side.step(outputs, number + 1 == leaves) for side in sides)
-                judge.equal("abort", f"abort {right[1]}", f"abort {got[1]}")
-                judge.equal("own_queue", right[:-1], got[:-1])
+                judge.equal("abort", *(f"abort {each.pop('abort')}" for each in (right, got)))
+                counted = [each.pop("counted") for each in (right, got)]
+                judge.equal("own_queue", different(right, got), different(got, right))
                 with judge.case(counted_in_stats="(tokens, finished requests)"):
-                    judge.equal("works", right[-1], got[-1])
+                    judge.equal("works", *counted)
 
 
 class Side:
@@ -285,15 +286,21 @@ class Side:
             queue = None if without_queue and name == "b" else self.queues[name]
             self.processor.add_request(answer.request(name), "?", queue)
 
-    def step(self, outputs: list[EngineCoreOutput], leaves: bool) -> tuple[Any, ...]:
-        """(what was returned, whom to abort, who runs, the queues, what was counted)."""
+    def step(self, outputs: list[EngineCoreOutput], leaves: bool) -> dict[str, Any]:
+        """What was returned, whom to abort, who still runs, what each caller got so far, and what was counted."""
         if leaves:
             self.processor.abort_requests(["a"])
         stats = IterationStats(now=1.0)
         made, aborted = self.processor.process_outputs(deepcopy(outputs), stats)
         numbers = stats.num_generation_tokens, len(stats.finished)
-        queues = {name: queue.got for name, queue in self.queues.items()}
-        return [shown(each) for each in made], aborted, sorted(self.processor.request_states), queues, numbers
+        queues = {f"{name} got": list(queue.got) for name, queue in self.queues.items()}
+        returned, running = [shown(each) for each in made], sorted(self.processor.request_states)
+        return {"abort": aborted, "returned": returned, "still running": running, **queues, "counted": numbers}
+
+
+def different(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Of one only what the other does not say."""
+    return {name: value for name, value in one.items() if value != other[name]}
 
 
 # --- the reader is slow ------------------------------------------------------------------------------------------------------------
