@@ -57,8 +57,10 @@ class RowParallelLinear(nn.Module):
     """A linear layer that takes this worker's slice of the inputs, [num_rows, own inputs], and gives whole outputs, [num_rows,
     out_features], the same on every worker.
 
-    `inner` is an ordinary layer with this worker's columns of the matrix, inner.weight [out_features, own inputs], and the whole bias,
-    inner.bias [out_features] or None. It must stay an attribute of this name.
+    `inner` is an ordinary layer with this worker's columns of the matrix, [out_features, own inputs], and the whole bias, inner.bias
+    [out_features] or None. It must stay an attribute of this name. Let it multiply, inner(x): the server may keep the matrix in another
+    form (transposed, packed, quantized), and inner.weight and inner.bias are None then. What inner is not to add you take away before,
+    in __init__: there inner.bias may be set to None.
     """
 
     def __init__(self, inner: Linear, own: Ranks) -> None:
