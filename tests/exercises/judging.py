@@ -10,7 +10,8 @@
                 judge.holds("budget", step.tokens <= load.budget, f"at most {load.budget} tokens", f"{step.tokens} tokens")
 
 A broken sentence raises `Rejected`. Whatever else the solution raises inside `judge.case` becomes a Rejected too, with the line of
-the solution where it happened; only NotImplementedError goes through: it is a part that is still to be written.
+the solution where it happened; only NotImplementedError goes through: it is a part that is still to be written. An error of those
+in UNFIT that is raised elsewhere comes from what the solution returned, most often None: the reference would raise it, too, if the judge were wrong.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ from stage01_cli.tools.course.exercises import Exercise, exercises
 from stage01_cli.tools.course.guard import NotYourOwn
 
 LONGEST = 600  # characters of an input that are shown
+UNFIT = (TypeError, AttributeError, ValueError, LookupError, RuntimeError)
+"""What is raised by code that was given something of another kind than it expects. Not Hypothesis's own exceptions."""
 _numbers = count()
 
 
@@ -86,10 +89,18 @@ class Judge:
         except (Rejected, NotImplementedError, NotYourOwn):
             raise
         except (Exception, SystemExit) as error:
-            line = _line_in_solution(error)
-            if line is None:  # the judge itself is wrong
+            line, said = _line_in_solution(error), f"{type(error).__name__}: {error}"
+            if line is not None:
+                self.rejects("works", "no exception", f"{said} ({line})", error)
+            if not isinstance(error, UNFIT):
                 raise
-            self.rejects("works", "no exception", f"{type(error).__name__}: {error} ({line})", error)
+            where = traceback.extract_tb(error.__traceback__)[-1].line
+            self.rejects(
+                "works",
+                "results of the kind that the starter says",
+                f"{said}, where they are used: {where} (is a `return` missing?)",
+                error,
+            )
         finally:
             self._given = before
 

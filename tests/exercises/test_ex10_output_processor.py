@@ -245,31 +245,35 @@ class Queue:
         self.got: list[Any] = []
 
     def put(self, output: RequestOutput | Exception) -> None:
-        self.got.append(str(output) if isinstance(output, Exception) else shown(output))
+        self.got.append(f"{type(output).__name__}: {output}" if isinstance(output, Exception) else shown(output))
 
 
 @judge.settings(60)
 @given(
     pair=st.tuples(answers(DELTA, CUMULATIVE), answers(DELTA)), without_queue=st.booleans(), leaves=st.sampled_from([0, 0, 2]),
-    refused=st.sampled_from([0, 0, 1]),
+    refused=st.sampled_from(["", "", "too long", "prompt: too long", "prompt: too busy"]),
 )  # fmt: skip
-@example(pair=(Answer(((0, 1),), stop=("b",)), Answer(((0,),))), without_queue=False, leaves=0, refused=0)
+@example(pair=(Answer(((0, 1),), stop=("b",)), Answer(((0,),))), without_queue=False, leaves=0, refused="")
+@example(pair=(Answer(((0,),)), Answer(((0,),))), without_queue=False, leaves=0, refused="prompt: too busy")
 def test_process_outputs(
-    impl: ModuleType, pair: tuple[Answer, Answer], without_queue: bool, leaves: int, refused: int
+    impl: ModuleType, pair: tuple[Answer, Answer], without_queue: bool, leaves: int, refused: str
 ) -> None:
     requests = dict(zip("ab", pair))
-    with judge.case(**requests, a_leaves_before_step=leaves or "never", a_is_refused=bool(refused)):
+    with judge.case(**requests, a_leaves_before_step=leaves or "never", a_is_refused=refused or "no"):
         sides = [Side(kind, requests, without_queue) for kind in (OutputProcessor, impl.OutputProcessor)]
         for number in range(max(len(answer.steps) for answer in pair)):
             outputs = [each[number] for name in "ab" if number < len(each := requests[name].outputs(name))]
             if refused and not number:
-                outputs[0] = EngineCoreOutput("a", [], None, FinishReason.ERROR, error="too long")
+                *param, error = refused.split(": ")
+                outputs[0] = EngineCoreOutput("a", [], None, FinishReason.ERROR, error=error)
+                outputs[0].error_param, outputs[0].busy = param[0] if param else None, "busy" in error
             with judge.case(step=number + 1):
                 right, got = (side.step(outputs, number + 1 == leaves) for side in sides)
-                judge.equal("abort", f"abort {right[1]}", f"abort {got[1]}")
-                judge.equal("own_queue", right[:-1], got[:-1])
+                judge.equal("abort", *(f"abort {each.pop('abort')}" for each in (right, got)))
+                counted = [each.pop("counted") for each in (right, got)]
+                judge.equal("own_queue", different(right, got), different(got, right))
                 with judge.case(counted_in_stats="(tokens, finished requests)"):
-                    judge.equal("works", right[-1], got[-1])
+                    judge.equal("works", *counted)
 
 
 class Side:
@@ -282,15 +286,21 @@ class Side:
             queue = None if without_queue and name == "b" else self.queues[name]
             self.processor.add_request(answer.request(name), "?", queue)
 
-    def step(self, outputs: list[EngineCoreOutput], leaves: bool) -> tuple[Any, ...]:
-        """(what was returned, whom to abort, who runs, the queues, what was counted)."""
+    def step(self, outputs: list[EngineCoreOutput], leaves: bool) -> dict[str, Any]:
+        """What was returned, whom to abort, who still runs, what each caller got so far, and what was counted."""
         if leaves:
             self.processor.abort_requests(["a"])
         stats = IterationStats(now=1.0)
         made, aborted = self.processor.process_outputs(deepcopy(outputs), stats)
         numbers = stats.num_generation_tokens, len(stats.finished)
-        queues = {name: queue.got for name, queue in self.queues.items()}
-        return [shown(each) for each in made], aborted, sorted(self.processor.request_states), queues, numbers
+        queues = {f"{name} got": list(queue.got) for name, queue in self.queues.items()}
+        returned, running = [shown(each) for each in made], sorted(self.processor.request_states)
+        return {"abort": aborted, "returned": returned, "still running": running, **queues, "counted": numbers}
+
+
+def different(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Of one only what the other does not say."""
+    return {name: value for name, value in one.items() if value != other[name]}
 
 
 # --- the reader is slow ------------------------------------------------------------------------------------------------------------

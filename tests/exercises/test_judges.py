@@ -105,3 +105,19 @@ def test_what_the_texts_tell_to_type_can_be_typed(readme: Path) -> None:
                 make_parser("course").parse_args(words[1:])
     for target in re.findall(r"\]\(([^)#:]+)", text):
         assert (readme.parent / target).exists(), f"{readme.name} points to {target}"
+
+
+@pytest.mark.parametrize(("number", "name"), [(4, "BlockPool.usage"), (11, "num_accepted")])
+def test_a_forgotten_return_is_asked_for(number: int, name: str) -> None:
+    exercise = exercises()[number]
+    solution = reference(exercise)
+    part, _, method = name.partition(".")
+    wrong = type(part, (getattr(solution, part),), {method: property(lambda self: None)}) if method else no_result
+    setattr(solution, part, wrong)
+    error = verdict(exercise, solution)
+    assert isinstance(error, Rejected) and error.key == "works", error
+    assert "NoneType" in str(error) and "is a `return` missing?" in str(error)
+
+
+def no_result(*_: object) -> None:
+    """Nothing, whatever it is asked."""

@@ -39,7 +39,7 @@ def did_you_mean(word: str, known: Iterable[str], works: Callable[[str], bool] =
     """`; did you mean --port?` if a known word is close enough to `word`; otherwise an empty text.
 
     "Close enough" is `difflib.get_close_matches` with a cutoff of 0.6. Only the closest counts: if that one does not work
-    (`works(closest)` is false), there is no advice.
+    (`works(closest)` is false), there is no advice. (A flag may be known and yet not work: that of a feature that is not installed.)
     """
     raise NotImplementedError
 

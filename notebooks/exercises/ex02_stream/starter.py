@@ -61,8 +61,8 @@ class IncrementalDetokenizer:
         self._skip_special = params.skip_special_tokens
         self._min_tokens = params.min_tokens
         self._stream = tokenizer.stream(prompt_token_ids or [], params.skip_special_tokens)  # a ByteLevelStream
-        self._searched = 0  # no stop string begins before this position of the text
-        self._given = 0  # characters that next_text() has returned
+        self._searched = 0  # no stop string that counts begins before this position of the text; for you to move on
+        self._given = 0  # characters that next_text() has returned; for you to keep
         self.num_tokens = 0
         self.text = ""
         self.safe = 0

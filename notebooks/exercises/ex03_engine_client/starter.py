@@ -105,7 +105,7 @@ class AsyncMPClient(ClientMechanics):
     async def start(self) -> EngineReady:
         """Wait until the engine can serve, and read what it sends from then on. In this order:
 
-        1. `start_process()`, if nobody has called it.
+        1. `self.start_process()`, if nobody has called it (a plain method: no await).
         2. Bind the sockets, in a new `zmq.Context()`. shutdown() needs it as `self._context`, the socket for input as
            `self._input`, made fit for asyncio by `zmq.asyncio.Socket.from_socket(socket)`; keep the other one, as it is, as
            `self._output`.
@@ -135,7 +135,10 @@ class AsyncMPClient(ClientMechanics):
         raise NotImplementedError
 
     async def _send(self, request_type: EngineCoreRequestType, payload: Any, request_id: str | None = None) -> None:
-        """Send the engine three frames on the input socket: its identity, and the two of `encode_message`."""
+        """Send the engine three frames on the input socket: its identity, and the two of `encode_message`.
+
+        That the engine is dead need not be noticed here: whoever waits hears of it from call() and get_output_async().
+        """
         raise NotImplementedError
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:

@@ -71,8 +71,9 @@ class BlockPool:
     def free(self, block_ids: list[int]) -> None:
         """A request gives one reference of each of these blocks back, in the order of the list.
 
-        A block that has none left joins the free queue: with a hash at the end, without one at the front.
-        Raises ValueError for a block that is not in use.
+        A block that has none left joins the free queue: with a hash at the end, without one at the front. One after the other:
+        free([3, 1]) of two blocks without a hash puts 3 at the front, and then 1 before it.
+        Raises ValueError for a block that is not in use. (What becomes of the other blocks of such a list is left to you.)
         """
         raise NotImplementedError
 

@@ -30,8 +30,9 @@ class Scheduler(Mechanics):
                                                  of self.running. needed_by is the request that gets the blocks
     self._admit(request, computed, hits, new_blocks, output)       move it from waiting to running; `computed` of its tokens are there
     self._trace_output(output)                   tell the trace that the step is decided: the last thing in schedule()
-    self._trace_held_back(rule, budget)          tell it, if anybody still waits, why the first is not admitted: rule is "preempted",
-                                                 "budget", "max_num_seqs", "no_chunking" or "blocks"
+    self._trace_held_back(rule, budget)          tell it, if anybody still waits, why the first is not admitted: the first of these rules
+                                                 that keeps it out, "preempted", "budget", "max_num_seqs", "no_chunking", "blocks";
+                                                 budget is what is left
 
     What features add to the reference's methods (self.hooks) you may leave out.
     """
@@ -41,7 +42,8 @@ class Scheduler(Mechanics):
         somebody was preempted; then count every scheduled token as computed (output.num_scheduled_tokens: id -> tokens),
         and tell the trace.
 
-        Begin with SchedulerOutput(self.step, [], {}, {}, self.finished_req_ids, []), and empty that list for the next step.
+        Begin with SchedulerOutput(self.step, [], {}, {}, self.finished_req_ids, []). The list finished_req_ids goes out with it, so
+        give self.finished_req_ids a new, empty list: clear() would empty the one that is on its way.
         """
         raise NotImplementedError
 

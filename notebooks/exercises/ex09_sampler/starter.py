@@ -87,7 +87,7 @@ def sample(logits: Tensor, metadata: SamplingMetadata, backend: str = "torch") -
                logits = transform(logits, list(range(len(logits))))
     2. a greedy row takes the largest logit, the lowest index among equals
     3. the rows in metadata.random_rows go through transform_rows, and sample_random draws, with their seeds and positions (lists)
-    4. SamplerOutput(token_ids) if max_num_logprobs is None. Otherwise the log-probabilities of the logits as they came in:
+    4. SamplerOutput(token_ids) if max_num_logprobs is None. Otherwise the log-probabilities of the logits as they came in (`raw`):
            ids, logprobs, ranks = gather_logprobs(raw, token_ids, metadata.max_num_logprobs)
            if metadata.named: ids, logprobs = report_named(raw, ids, logprobs, metadata.named)
        and SamplerOutput(token_ids, ids, logprobs, ranks)

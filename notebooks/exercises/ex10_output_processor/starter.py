@@ -2,7 +2,8 @@
 
 What you meet here, all given:
 EngineCoreOutput     one request in one step: request_id, new_token_ids, new_logprobs (a TokenLogprobs per token, or None),
-                     finish_reason (None while it runs), stop_reason, error, num_cached_tokens, result
+                     finish_reason (None while it runs), stop_reason, num_cached_tokens, result; for a request that the engine
+                     refused error, error_param and busy
 TokenLogprobs        one position: token_ids and logprobs, the chosen token first, then the likeliest ones
 CompletionOutput     one answer: index, text, token_ids, logprobs, finish_reason, stop_reason, cumulative_logprob, stats
 RequestOutput        what the caller gets: request_id, prompt, prompt_token_ids, outputs (a list of CompletionOutput), finished,
@@ -15,6 +16,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from stage03_engine.errors import BusyError, InvalidRequestError  # noqa: F401 - for _refuse
 from stage03_engine.frontend.metrics import IterationStats
 from stage03_engine.frontend.output_processor import OutputEnd, OutputProcessor as Registry, RequestState as Mechanics
 from stage03_engine.messages import EngineCoreOutput, FinishReason, TokenLogprobs
@@ -60,7 +62,8 @@ class RequestOutputCollector:
         If another output still waits, the newer one is merged into it. For each answer of `outputs` (they are told apart by their
         `index`): with DELTA text, token_ids and logprobs are appended to the waiting ones, and finish_reason, stop_reason,
         cumulative_logprob and stats are the newer ones; otherwise the newer answer replaces the waiting one. An answer that only
-        one of the two has stays. Of the whole, finished is the newer one's; so are prompt_logprobs and result, unless they are None.
+        one of the two has stays. Of the whole, finished is the newer one's; so are prompt_logprobs and result, unless they are None;
+        the rest stays as it is. (RequestOutput.add, in stage03_engine/outputs.py, does all this; write it yourself, or call it.)
         An exception replaces a waiting output, and nothing replaces an exception.
         """
         raise NotImplementedError
@@ -87,12 +90,13 @@ class RequestState(Mechanics):
     """
 
     def append(self, output: EngineCoreOutput) -> OutputEnd | None:
-        """Add new tokens, their log-probabilities and their text. Returns OutputEnd(number of the new tokens that count,
-        FinishReason.STOP, the stop string) if a stop string ends the request, else None.
+        """Add new tokens, their log-probabilities and their text. Returns OutputEnd(num_tokens, finish_reason, stop_reason) if a stop
+        string ends the request: how many of the new tokens count, FinishReason.STOP, and the stop string. Otherwise None.
 
         Tokens after the one that completed the stop string do not count, nor do their log-probabilities. A finish_reason STOP of the
         engine says that the newest token is an end-of-text or stop token, which is no text: finished_by_token=True. (If
-        output.ends_with_text is set it is text all the same.) At the end: tell_text(self, output, shown, stop).
+        output.ends_with_text is set it is text all the same.) The detokenizer then does not count this token, but you do: it has its
+        place in token_ids and logprobs. At the end, in every step: tell_text(self, output, shown, stop).
         What features add beside this (self.prompt_logprobs) you may leave out.
         """
         raise NotImplementedError
@@ -113,7 +117,8 @@ class OutputProcessor(Registry):
 
     self.request_states      request id -> RequestState of each request that runs; state.queue.put(...) hands something to its caller
                                               (a request without a queue of its own has one that collects for _returned)
-    self._refuse(state, error, error_param)   the engine refused the request: tell its caller, forget it
+    self._refuse(state, error, error_param, kind)    the engine refused the request: tell its caller with an error of this kind, and
+                                              forget it. kind is BusyError if output.busy is set, otherwise InvalidRequestError
     self._finish(state, reason, stats)        the request ends: the text that was held back is free, the request is forgotten
     self._returned.take()                     the outputs of requests without a queue, since the last call
     """
@@ -123,10 +128,10 @@ class OutputProcessor(Registry):
     ) -> tuple[list[RequestOutput], list[str]]:
         """Returns (outputs of requests without a queue, ids of the requests that the engine must abort).
 
-        For each output, in order: ignore requests that are unknown (just aborted); an `error` is refused; append; if that ends
-        the request, its reasons count instead of the engine's, and the engine must abort it, unless it had ended it itself in
-        this step. Then stats.update(state.stats, output, finish_reason), _finish if there is a finish_reason, and put what
-        make_output makes, if anything.
+        For each output, in order: ignore requests that are unknown (just aborted); one with an `error` is refused, and that is all;
+        append. If that returns an OutputEnd, its finish_reason and stop_reason count instead of the engine's, and the engine must
+        abort the request, unless it had ended it itself in this step. Then stats.update(state.stats, output, finish_reason),
+        _finish if there is a finish_reason, and put what make_output makes, if anything.
         """
         raise NotImplementedError
 

@@ -16,10 +16,10 @@ from stage03_engine.core.features.spec_decode.ngram_proposer import NgramPropose
 
 def find_continuation(tokens: np.ndarray, shortest: int, longest: int) -> int | None:
     """Where the last n tokens occurred before: the index after their latest earlier occurrence, for the largest n in
-    [shortest, longest] that has one; None if there is none.
+    [shortest, longest] that has one; None if there is none. [1, 2, 3, 1, 2] has 2 for n = 2: the 3 that came after 1, 2.
 
     tokens [num_tokens], at least one, is the whole text, and must stay as it is. The earlier occurrence may overlap the last n tokens, but
-    is not the last n tokens themselves.
+    is not the last n tokens themselves. (A grader runs no file that names np.lib, so none with np.lib.stride_tricks: compare slices.)
     """
     raise NotImplementedError
 

@@ -23,18 +23,20 @@ from stage03_engine.model_shape import ModelShape
 def check_divides(shape: ModelShape, tp_size: int) -> None:
     """Raise ConfigError if this model cannot be cut into `tp_size` equal slices.
 
-    Each worker gets as many attention heads as the others, and as many columns of the MLP (intermediate_size). With KV heads it is either
-    so as well, or there are fewer of them than workers: then each KV head is on several workers, on as many as the other ones are.
+    Each worker gets as many attention heads as the others, and as many columns of the MLP (intermediate_size). KV heads either divide
+    among the workers in the same way, or there are fewer of them than workers, and the workers divide among them: 2 KV heads are
+    possible with 1, 2, 4 or 6 workers, but not with 3.
     """
     raise NotImplementedError
 
 
 def own_range(along: str, whole: ModelShape, own: Ranks) -> tuple[int, int]:
-    """(start, end) of this worker's rows or columns, where `along` says what is counted: "heads", "kv_heads" (both in numbers of
-    the matrix, that is heads * head_dim), "intermediate" or "vocabulary". length_of(along, whole) is the length of the whole.
+    """(start, end) of this worker's rows or columns, where `along` says what they stand for: "heads", "kv_heads" (a head is head_dim
+    rows or columns), "intermediate" or "vocabulary". length_of(along, whole) is the length of the whole, in rows or columns.
 
     All slices have the same size, and follow each other as the ranks do. A vocabulary need not divide: its slices are rounded up, and
-    the last ones may reach beyond its end. If there are more workers than KV heads, neighbours share one.
+    the last ones may reach beyond its end. If there are more workers than KV heads, neighbours share one: of 2 KV heads and 4 workers
+    the ranks 0 and 1 have the first, 2 and 3 the second.
     """
     raise NotImplementedError
 
@@ -55,8 +57,10 @@ class RowParallelLinear(nn.Module):
     """A linear layer that takes this worker's slice of the inputs, [num_rows, own inputs], and gives whole outputs, [num_rows,
     out_features], the same on every worker.
 
-    `inner` is an ordinary layer with this worker's columns of the matrix, inner.weight [out_features, own inputs], and the whole bias,
-    inner.bias [out_features] or None. It must stay an attribute of this name.
+    `inner` is an ordinary layer with this worker's columns of the matrix, [out_features, own inputs], and the whole bias, inner.bias
+    [out_features] or None. It must stay an attribute of this name. Let it multiply, inner(x): the server may keep the matrix in another
+    form (transposed, packed, quantized), and inner.weight and inner.bias are None then. What inner is not to add you take away before,
+    in __init__: there inner.bias may be set to None.
     """
 
     def __init__(self, inner: Linear, own: Ranks) -> None:

@@ -54,7 +54,8 @@ class NoRepeatNgram(LogitsProcessor):
         output_token_ids (arrays; the next token follows prompt and output).
 
         A forbidden logit becomes -inf, every other one stays as it is. A row stays as it is if its request says nothing of
-        no_repeat_ngram, or if the value is not an int of at least 1 (True is no number), or if all of its tokens would be forbidden.
+        no_repeat_ngram, or if the value is not an int of at least 1 (True is no number), or if every token of the vocabulary would be
+        forbidden.
         """
         raise NotImplementedError
 
