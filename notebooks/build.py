@@ -40,6 +40,10 @@ if importlib.util.find_spec("stagetrace") is None:
     )"""
 
 
+class NotHereError(Exception):
+    """What was measured did not hold in this run."""
+
+
 def sources() -> list[Path]:
     """The notebooks' sources, in order."""
     return sorted(FOLDER.glob("[0-9][0-9]_*.py"))
@@ -93,10 +97,10 @@ def execute(notebook: NotebookNode) -> NotebookNode:
 
 
 def write(notebook: NotebookNode, path: Path) -> None:
-    """Write an executed notebook so that the same outputs make the same file. Raises SystemExit if a measured claim did not hold."""
+    """Write an executed notebook so that the same outputs make the same file. Raises NotHereError if a measured claim did not hold."""
     said = [output.text for cell in notebook.cells for output in cell.get("outputs", []) if "text" in output]
     if missed := [line for line in "".join(said).splitlines() if line.startswith(NOT_HERE)]:
-        raise SystemExit("\n".join([f"{path.name} is not written; build it again when the machine is idle", *missed]))
+        raise NotHereError("\n".join([f"{path.name} is not written; build it again when the machine is idle", *missed]))
     notebook.metadata = nbformat.from_dict({"kernelspec": KERNEL, "language_info": {"name": "python"}})
     for cell in notebook.cells:
         if cell.cell_type == "code":
@@ -130,6 +134,16 @@ def _neutral(text: str) -> str:
     return text
 
 
+def build(path: Path, tries: int = 3) -> None:
+    """Execute and write one. A measured claim may fail because of what else the machine does, so it is tried again."""
+    for left in reversed(range(tries)):
+        try:
+            return write(execute(read_source(path)), path.with_suffix(".ipynb"))
+        except NotHereError as error:
+            if not left:
+                raise SystemExit(str(error)) from None
+
+
 def main() -> None:
     """Build the notebooks whose names begin with one of the arguments, or all."""
     parser = argparse.ArgumentParser(description="Execute the notebooks' sources and write the .ipynb files.")
@@ -141,7 +155,7 @@ def main() -> None:
     for path in sources():
         if not names or path.name.startswith(tuple(names)):
             start = time.perf_counter()
-            write(execute(read_source(path)), path.with_suffix(".ipynb"))
+            build(path)
             print(
                 f"{path.stem}: {time.perf_counter() - start:.1f} s, {path.with_suffix('.ipynb').stat().st_size // 1000} kB"
             )
