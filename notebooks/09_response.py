@@ -289,8 +289,8 @@ lab.say(
     f"Of one token's ipc out, {ipc_out / num_gaps:.2f} ms in the mean, a message takes {way:.2f} ms at the median from the send to the decoded outputs: that is the way between the processes. The rest is the engine's own: from the scheduler to its output thread."
 )
 lab.claim(
-    f"a token waits {ipc_out / num_gaps:.2f} ms for its message: less than a tenth of what is often said of one request",
-    ipc_out / num_gaps < 5,
+    f"a token waits {ipc_out / num_gaps:.2f} ms for its message: less than the 10 ms at least that are said of a request",
+    ipc_out / num_gaps < 10,
     measured=True,
 )
 json_parts = of_request(next(r for name, r in story.requests.items() if "json" in name)).ttft

@@ -276,7 +276,7 @@ for axes, form in zip(both, ("tp 2", "pp 2")):
     axes.set(xlabel="ms", xlim=(0, took[form]))
 lab.picture(figure, "Each picture has an axis of its own: look at who works and who waits, not at how long it takes.")
 lab.say(
-    f"The 6 steps take {took['tp 2']:.1f} ms with -tp 2 and {took['pp 2']:.1f} ms with -pp 2, whose steps have half of the requests. It says little of either form: on these cores each of the many exchanges of -tp waits until the other worker has a processor."
+    f"The 6 steps take {took['tp 2']:.1f} ms with -tp 2 and {took['pp 2']:.1f} ms with -pp 2, whose steps have half of the requests. It says little of either form: the workers share these cores, and whoever exchanges something waits until the other has one."
 )
 
 # %% [markdown]

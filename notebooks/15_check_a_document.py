@@ -70,10 +70,10 @@ lab.claim("the pencil is right too", per_token * 1024 * 256 == 9 << 30)
 #
 # Its *Configuration Options* begin with flags for GPT-2. The dry run refuses what a start would refuse:
 
-# %% tags=["today"]
+# %%
 print(*dry_run("--max-model-len", "2048"), sep="\n")
 
-# %% tags=["today"]
+# %%
 flags = {
     "--tensor-parallel-size": "1", "--pipeline-parallel-size": "1", "--gpu-memory-utilization": "0.9", "--max-num-seqs": "256",
     "--host": "0.0.0.0", "--port": "8000", "--api-key": "sk-xxxx", "--uvicorn-log-level": "warning",

@@ -96,11 +96,18 @@ def execute(notebook: NotebookNode) -> NotebookNode:
         return client.execute()
 
 
-def write(notebook: NotebookNode, path: Path) -> None:
-    """Write an executed notebook so that the same outputs make the same file. Raises NotHereError if a measured claim did not hold."""
+def write(notebook: NotebookNode, path: Path, anyway: bool = False) -> None:
+    """Write an executed notebook so that the same outputs make the same file.
+
+    Raises NotHereError if a measured claim did not hold; `anyway` only warns.
+    """
     said = [output.text for cell in notebook.cells for output in cell.get("outputs", []) if "text" in output]
     if missed := [line for line in "".join(said).splitlines() if line.startswith(NOT_HERE)]:
-        raise NotHereError("\n".join([f"{path.name} is not written; build it again when the machine is idle", *missed]))
+        if not anyway:
+            raise NotHereError("\n".join([f"{path.name}: build it again when the machine is idle", *missed]))
+        print(
+            f"{path.name} is written, but build it again when the machine is idle", *missed, sep="\n", file=sys.stderr
+        )
     notebook.metadata = nbformat.from_dict({"kernelspec": KERNEL, "language_info": {"name": "python"}})
     for cell in notebook.cells:
         if cell.cell_type == "code":
@@ -135,13 +142,14 @@ def _neutral(text: str) -> str:
 
 
 def build(path: Path, tries: int = 3) -> None:
-    """Execute and write one. A measured claim may fail because of what else the machine does, so it is tried again."""
+    """Execute and write one. A measured claim may fail because of what else the machine does, so it is tried again; the last try is
+    written as it is, with a warning. (The tests refuse such a notebook.)"""
     for left in reversed(range(tries)):
+        notebook = execute(read_source(path))
         try:
-            return write(execute(read_source(path)), path.with_suffix(".ipynb"))
+            return write(notebook, path.with_suffix(".ipynb"), anyway=left == 0)
         except NotHereError as error:
-            if not left:
-                raise SystemExit(str(error)) from None
+            print(error, file=sys.stderr)
 
 
 def main() -> None:

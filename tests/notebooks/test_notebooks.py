@@ -152,6 +152,8 @@ def test_a_claim_that_does_not_hold_is_noticed(capsys: pytest.CaptureFixture[str
     with pytest.raises(build.NotHereError, match="is the machine busy.*it was fast"):
         build.write(nbformat.v4.new_notebook(cells=[cell]), tmp_path / "x.ipynb")
     assert not list(tmp_path.iterdir())
+    build.write(nbformat.v4.new_notebook(cells=[cell]), tmp_path / "x.ipynb", anyway=True)
+    assert "build it again" in capsys.readouterr().err and "it was fast" in (tmp_path / "x.ipynb").read_text()
 
 
 def test_without_the_project_the_first_cell_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
