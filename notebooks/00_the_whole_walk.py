@@ -93,7 +93,15 @@ rows = []
 for event in run.events:
     if event.phase and event.name not in seen:
         seen.add(event.name)
-        rows.append((event.phase, event.proc, f"{(event.ts - story.start_ns) / 1e6:.1f}", event.name, event.src))
+        rows.append(
+            (
+                event.phase,
+                event.proc,
+                f"{(event.ts - story.start_ns) / 1e6:.1f}",
+                event.name,
+                event.src.partition(":")[0],
+            )
+        )
 lab.table(rows, "phase", "process", "ms", "event", "source")
 
 # %% [markdown]

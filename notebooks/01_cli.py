@@ -26,7 +26,7 @@ import lab
 # ## What is imported
 #
 # A subcommand is a name and where its class is, as `module:Class`. The module is imported when the name was typed, not before.
-# %%
+# %% tags=["today"]
 from stage01_cli.main import COMMANDS, make_parser
 
 lab.source(make_parser)
@@ -109,7 +109,7 @@ lab.claim("the API server has not, its engine has", [row[2] for row in rows] == 
 #
 # One field of a config dataclass is a flag, an environment variable and a key of the config file. Nothing is written twice.
 
-# %%
+# %% tags=["today"]
 from stage03_engine.args.fields import settings_of
 from stage03_engine.config import SchedulerConfig
 
@@ -119,7 +119,7 @@ lab.table(rows, "field of SchedulerConfig", "flag", "variable", "type", "default
 # %% [markdown]
 # The parser takes underscores for dashes, and `2k` or `2K` for numbers. It refuses abbreviations, and says in one line what is wrong.
 
-# %%
+# %% tags=["today"]
 from stage01_cli.main import make_parser
 from stage03_engine.args.fields import parse_int
 from stage03_engine.errors import ConfigError
@@ -179,9 +179,9 @@ lab.compare(port=int(resolved["port"]), max_num_seqs=int(resolved["max_num_seqs"
 # (`envs.py`) are for other things than the flags, so that the two never meet.
 
 # %%
-from stage03_engine.args.resolve import resolve_settings
+from stage03_engine.args.resolve import decide
 
-lab.source(resolve_settings, 16, 30)
+lab.source(decide)
 
 # %% [markdown]
 # ## Dispatch, in the trace

@@ -42,7 +42,7 @@ lab.source(ServeSubcommand.cmd)
 # %% tags=["predict"]
 lab.predict(served=None)  # a list of six: the name of a model, or "error"
 
-# %%
+# %% tags=["today"]
 from stage03_engine.arg_utils import engine_settings
 from stage03_engine.args.resolve import resolve_cli
 
@@ -85,7 +85,7 @@ lab.compare(served=["error" if "Error" in model else model.replace("gpt-2", "gpt
 # In this order: a folder, the bundled models, the Hugging Face cache, the hub. `gpt-2` means `gpt2`, since everybody writes it that way. With
 # `--load-format dummy` a known shape is enough, and the hub is not asked. (This notebook works offline: `HF_HUB_OFFLINE=1`.)
 
-# %%
+# %% tags=["today"]
 import os
 import textwrap
 
@@ -117,7 +117,7 @@ for name, message in errors:
 # %% tags=["predict"]
 lab.predict(processes_of_a_plain_serve=None)
 
-# %%
+# %% tags=["today"]
 from stagetrace import read_run
 
 

@@ -43,7 +43,7 @@ run = read_run(server.folder)
 # One description of this start-up (*Execution Flow*, phases 4, 5 and 8; [all five](MAP.md)) speaks of an executor called `CudaExecutor`, of `engine_core.run_loop()` and of an
 # `ipc_server`. vLLM has none of the three. What is in these places is found by asking the code:
 
-# %%
+# %% tags=["today"]
 import inspect
 
 from stage03_engine.core import engine_core_proc, worker
@@ -95,8 +95,9 @@ lab.claim(
 lab.compare(longest_start=max(until_ready, key=until_ready.get))
 
 # %% [markdown]
-# Between `engine.spawned` and `engine.hello` the new process imports torch. On a large model the weights would take longest. The free memory is measured after the weights are
-# loaded, because the KV cache gets what they leave.
+# Between `engine.spawned` and `engine.hello` the new process imports torch (notebook 03 measures that alone). On a large model the weights would take longest. The free memory is measured
+# after the weights are loaded, because the KV cache gets what they leave. `graphs.captured`: decode steps of so many requests were recorded, to be replayed later (on a GPU these are CUDA graphs, on a CPU
+# lists of native calls; `--enforce-eager` leaves it out). And between `engine.threads_started` and `engine.ready` the garbage is collected: more of that below.
 
 # %% [markdown]
 # ## What goes over the sockets
@@ -146,19 +147,24 @@ lab.table(rows, "whole request, ms", "first step to last", "all its messages", "
 lab.claim(f"the median message takes {middle:.2f} ms, less than a tenth of 10 ms", middle < 1, measured=True)
 waited = statistics.median(row[3] for row in rows)
 lab.claim(f"the two messages that nothing else hides take {waited:.2f} ms of a request", waited < 10, measured=True)
+lab.say(
+    f"All {len(mine) + 1} messages of the last request add up to {rows[-1][2]:.0f} ms; of these it waits for {rows[-1][3]:.1f} ms."
+)
 lab.compare(message_ms=round(middle, 2), waits_for=2)
 
 # %% [markdown]
-# One message takes a fraction of a millisecond. Add up all messages of a long request, and you may well come to ten milliseconds or more: that is how such a number can be found. But the
+# All messages of a long request add up to much more than one takes: that is how such a number as the document's can be found. But the
 # engine does not wait for its messages. It computes the next step while the last one's outputs travel, so a request waits for the first message in and the last one out;
 # the others cost it next to nothing. And the number does not depend on the length of the answer.
 #
 # A single message can be slow: the thread that should read it must get a processor first. Before it says `engine.ready`, the engine collects its garbage for good (`gc.collect` and `gc.freeze` in
-# [`run_engine_core`](../stage03_engine/core/engine_core_proc.py)). If it said so first, the first request would meet a process that holds Python's lock for 10 to 40 ms, and would seem to
+# [`run_engine_core`](../stage03_engine/core/engine_core_proc.py)). If it said so first, the first request would meet a process that holds Python's lock meanwhile, and would seem to
 # take that long over the socket:
 
 # %%
 loop, first_in = run.named("engine.busy_loop")[0], run.named("zmq.request_sent")[0]
+collecting = (run.named("engine.ready")[0].ts - run.named("engine.threads_started")[0].ts) / 1e6
+lab.say(f"From its threads' start until it said ready, the engine collected garbage: {collecting:.0f} ms.")
 print(
     f"the first request was sent {(first_in.ts - loop.ts) / 1e6:.2f} ms after the busy loop began; it took {ways['zmq.request_sent'][0]:.3f} ms"
 )

@@ -23,7 +23,7 @@ import lab
 server = lab.Server(
     "--engine", "echo"
 )  # answers with the prompt itself: this notebook is about what happens before the engine
-print(server.log[-1].replace(server.url, "URL"))
+print(server.log[-1].partition("] ")[2].replace(server.url, "URL"))
 
 # %% [markdown]
 # ## From body to parameters
@@ -31,7 +31,7 @@ print(server.log[-1].replace(server.url, "URL"))
 # `pydantic` checks the form: is `max_tokens` an integer? [`SamplingParams`](../stage03_engine/sampling_params.py) checks the values, alone and together: is the temperature in its range, may `n` be 2 with these
 # settings? A field that is not given takes its default.
 
-# %%
+# %% tags=["today"]
 from stage02_server.protocol import CompletionRequest
 
 body = CompletionRequest.model_validate({"prompt": "ROMEO:", "max_tokens": 8, "stop": "\n", "top_k": -1, "user": "me"})
@@ -104,7 +104,7 @@ print(server.ask("/v1/chat/completions", chat)[1]["choices"][0])
 # %% tags=["predict"]
 lab.predict(max_tokens_500=None, max_tokens_512=None, max_tokens_513=None, max_tokens_0=None)  # a status each
 
-# %%
+# %% tags=["today"]
 long_prompt = [5] * 20
 BODIES = [
     {},
@@ -176,14 +176,14 @@ lab.compare(max_tokens_500=status[500], max_tokens_512=status[512], max_tokens_5
 #
 # The messages say what is allowed:
 
-# %%
+# %% tags=["today"]
 for body, message in said:
     print(f"{body}\n    {message}")
 
 # %% [markdown]
 # Beside bodies: routes, methods, and what is not JSON.
 
-# %%
+# %% tags=["today"]
 rows = [
     ("GET /v1/nothing", *server.ask("/v1/nothing")),
     ("GET /v1/completions", *server.ask("/v1/completions")),

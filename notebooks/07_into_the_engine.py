@@ -205,7 +205,9 @@ def show_way_in(request_id):
     ]
     begin = next(e.ts for e in walk if e.name == "generate.start")
     walk = [e for e in walk if request_id == "r0" or e.name != "engine.busy_loop"]
-    rows = [(e.proc, e.name, e.ref, e.cause or "", f"{(e.ts - begin) / 1000:.0f}", e.src) for e in walk]
+    rows = [
+        (e.proc, e.name, e.ref, e.cause or "", f"{(e.ts - begin) / 1000:.0f}", e.src.partition(":")[0]) for e in walk
+    ]
     lab.table(rows, "process", "event", "ref", "cause", "µs", "where")
 
 

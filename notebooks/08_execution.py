@@ -420,7 +420,9 @@ lab.predict(times_4=None, times_16=None)  # a step of 4 decodes, and of 16: how 
 
 # %% [markdown]
 # gpt2-tiny would fit into the processor's cache and show nothing, so this cell takes GPT-2's own shape with random weights
-# (nothing is downloaded). Operations and bytes are counted, times are measured.
+# (nothing is downloaded). Operations and bytes are counted, times are measured. The roof is measured with the same thread, number type and product as the steps. A
+# processor has fast and slow moments, since others use it too: so the machine is looked at again beside each step, and the best of all looks is the roof. A roof
+# measured in a slow moment would lie below a step of a fast one, and that cannot be.
 
 
 # %%
@@ -437,12 +439,20 @@ def best_time(work, repeats):
     return min(times)
 
 
-square, long = torch.randn(1024, 1024), torch.randn(16_000_000)
-peak = 2 * 1024**3 / best_time(lambda: square @ square, 5)  # operations per second
-bandwidth = long.nbytes / best_time(lambda: long.sum(), 5)  # bytes per second
-print(
-    f"this machine, one thread: {peak / 1e9:.0f} GFLOP/s, {bandwidth / 1e9:.1f} GB/s, ridge at {peak / bandwidth:.1f} FLOP/byte"
-)
+many_rows, matrix = torch.randn(512, 768), torch.randn(3072, 768)  # of GPT-2's own: what its layers multiply by
+one_row, long = torch.randn(1, 1024), torch.randn(16384, 1024)  # 67 MB
+PEAKS, BANDWIDTHS = [], []  # operations, and bytes, per second
+
+
+def look_at_the_machine():
+    """How fast this thread computes now, with the model's own product (float32, F.linear) and nothing else; and how fast it reads."""
+    PEAKS.append(2 * many_rows.numel() * len(matrix) / best_time(lambda: F.linear(many_rows, matrix), 2))
+    readings = (lambda: F.linear(one_row, long), long.sum, long.max)
+    BANDWIDTHS.append(long.nbytes / min(best_time(reading, 2) for reading in readings))
+
+
+for _ in range(3):
+    look_at_the_machine()
 
 # %%
 big = LLM("gpt2", **PLAIN, load_format="dummy", num_gpu_blocks_override=200, max_num_batched_tokens=1024)
@@ -453,13 +463,14 @@ matrices = num_weights - (shape.vocab_size + shape.max_position_embeddings) * sh
 
 
 def count(query_lens, seq_lens):
-    """(operations, bytes moved) of a step; logits for the last token of each request; activations are left out."""
+    """(operations, bytes moved) of a step; logits for the last token of each request. Bytes are those that must come from memory or go there:
+    of the weights all but the table of positions, and the keys and values of the context, read or written once."""
     tokens, rows = sum(query_lens), len(query_lens)
     seen = sum(q * (s - q) + q * (q + 1) // 2 for q, s in zip(query_lens, seq_lens))  # pairs of query and key
     operations = 2 * matrices * tokens + 2 * shape.vocab_size * shape.hidden_size * rows
     operations += 4 * shape.num_layers * shape.hidden_size * seen
     kv_per_token = 2 * shape.num_layers * shape.hidden_size
-    return operations, 4 * (num_weights + kv_per_token * (sum(seq_lens) + tokens))
+    return operations, 4 * (matrices + shape.vocab_size * shape.hidden_size + kv_per_token * sum(seq_lens))
 
 
 def measure(query_lens, seq_lens, repeats):
@@ -475,11 +486,23 @@ def measure(query_lens, seq_lens, repeats):
         hidden = gpt2.model(torch.zeros_like(positions), positions, gpt2.kv_caches, metadata)
         gpt2.model.compute_logits(hidden[last])
 
-    return (*count(query_lens, seq_lens), best_time(step, repeats))
+    seconds = best_time(step, repeats)
+    look_at_the_machine()
+    return (*count(query_lens, seq_lens), seconds)
 
 
-points = {("decode", n): measure([1] * n, [64] * n, 2) for n in (1, 4, 16)}
+for cache in gpt2.kv_caches:
+    cache.fill_(0.5)  # memory that nobody has written yet is one page of zeros, which costs nothing to read
+BATCHES = (1, 2, 4, 16, 32)
+points = {("decode", n): measure([1] * n, [64] * n, 2) for n in BATCHES}
 points |= {("prefill", n): measure([n], [n], 1) for n in (16, 64, 160)}
+peak, bandwidth = max(PEAKS), max(BANDWIDTHS)
+print(
+    f"this machine, one thread: {peak / 1e9:.0f} GFLOP/s, {bandwidth / 1e9:.1f} GB/s, ridge at {peak / bandwidth:.1f} FLOP/byte"
+)
+print(
+    f"(the best of {len(PEAKS)} looks; the worst: {min(PEAKS) / 1e9:.0f} GFLOP/s, {min(BANDWIDTHS) / 1e9:.1f} GB/s)\n"
+)
 rows = []
 for (kind, tokens), (operations, moved, seconds) in points.items():
     floors = moved / bandwidth * 1e3, operations / peak * 1e3
@@ -500,6 +523,11 @@ lab.claim(
 )
 lab.claim(
     "a prompt of 160 tokens: the other way round", long_prompt[0] / peak > 3 * long_prompt[1] / bandwidth, measured=True
+)
+above = {name: t / max(m / bandwidth, o / peak) for name, (o, m, t) in points.items()}
+lab.claim("no step is faster than its floors: no point lies above the roof", min(above.values()) >= 1, measured=True)
+lab.say(
+    f"A decode of 1 takes {above['decode', 1]:.1f} times its floor, a decode of 4 {above['decode', 4]:.1f} times, and a prompt of 160 {above['prefill', 160]:.1f} times."
 )
 one, four, sixteen = (points["decode", n][2] for n in (1, 4, 16))
 lab.compare(times_4=round(four / one, 1), times_16=round(sixteen / one, 1))
@@ -545,13 +573,12 @@ lab.picture(figure)
 # the slope, and its arithmetic would take a small part of its time. A long prompt sits under the flat part.
 #
 # The roof says what is impossible, not what a program reaches. Left of the ridge, a perfect machine would take the same time for 4 decodes as for
-# one, since the bytes are the same. This processor does not: with one row, torch's product walks along the weights, nearly as fast as memory
-# gives them; with two or more it takes another routine, which first copies pieces of the weights into an order of its own, and
+# one, since the bytes are the same. This processor does not: with one row, torch's product walks along the weights as they lie in
+# memory; with two or more it takes another routine, which first copies pieces of the weights into an order of its own, and
 # with few rows that copying is most of its work. So the time of a step against the number of requests, with both floors below it:
 
 # %%
-BATCHES = (1, 2, 4, 16, 32)
-batch = {n: points["decode", n] if ("decode", n) in points else measure([1] * n, [64] * n, 2) for n in BATCHES}
+batch = {n: points["decode", n] for n in BATCHES}
 figure, axes = plt.subplots(figsize=(8, 3.2))
 axes.plot(BATCHES, [seconds * 1e3 for _, _, seconds in batch.values()], "o-", color="black", label="measured")
 axes.plot(
@@ -579,11 +606,6 @@ axes.legend(fontsize=8)
 lab.picture(figure)
 growth = batch[32][2] / batch[1][2]
 print(f"32 requests take {growth:.1f} times as long as one: {growth / 32:.2f} of its time for each token")
-lab.claim(
-    "no step is faster than its floors",
-    all(t > max(m / bandwidth, o / peak) * 0.9 for o, m, t in batch.values()),
-    measured=True,
-)
 lab.claim("a token of 32 costs less than half a token alone", growth < 16, measured=True)
 
 # %% [markdown]
@@ -640,7 +662,7 @@ big.shutdown()
 lab.compare(factor_16=round(factors[0], 1), factor_160=round(factors[-1], 1))
 
 # %% [markdown]
-# No constant: the factor grows with the context, from nothing to as much as you like.
+# No constant: the factor grows with the context, as far as you like.
 
 # %% [markdown]
 # > **What is often said**, and in which of the [five descriptions](MAP.md)

@@ -129,10 +129,13 @@ lab.table(rows, "step", "tokens computed", "new requests", "that got a block", "
 plain = [row[-1] for row in rows if not row[2] and not row[3]]
 lab.claim("with prompts it is larger than without", min(row[-1] for row in rows if row[2]) > max(plain))
 lab.claim("a plain decode step needs less than 20 bytes per request", max(plain) < 20 * len(PROMPTS))
+sent = {event.step: event.ts for event in run.named("executor.step_sent")}
+waking = sorted((event.ts - sent[event.step]) / 1e6 for event in run.named("worker.step_received"))
+lab.say(f"From a decision that is sent until the worker has it: {waking[len(waking) // 2]:.2f} ms at the median.")
 
 # %% [markdown]
-# So what does a worker process cost? Two messages of some tens of bytes a step, and the time until the operating system has woken the process that waits
-# for them: a tenth of a millisecond or two, whatever the model. What does it give? By itself nothing. The next two forms build on it.
+# So what does a worker process cost? Two small messages a step, and the time until the operating system has woken the process that waits
+# for them, whatever the model. What does it give? By itself nothing. The next two forms build on it.
 #
 # ## Tensor parallelism: each layer in slices
 #
@@ -251,11 +254,13 @@ def quickest(run, count=6):
     return min(((own[i][0], own[i + count - 1][1]) for i in range(len(own) - count)), key=lambda w: w[1] - w[0])
 
 
+took = {}  # milliseconds that are drawn
 figure, both = plt.subplots(2, 1, figsize=(8, 3.2), layout="constrained")
 for axes, form in zip(both, ("tp 2", "pp 2")):
     run = runs[form]
     lanes = [name for name in processes(run) if name.startswith("Worker")]
     begin, last = quickest(run)
+    took[form] = (last - begin) / 1e6
     for name, kind, state in (("model.forward", None, "model"), ("worker.collective", "receive", "wait")):
         for lane, start, stop in spans(run, name, kind):
             if start >= begin and stop <= last:
@@ -265,8 +270,14 @@ for axes, form in zip(both, ("tp 2", "pp 2")):
                     color=KINDS[state].face,
                     edgecolor="white",
                 )
-    axes.set(yticks=range(len(lanes)), yticklabels=lanes, title=f"-{form}", xlabel="ms", ylim=(1.6, -0.6))
-lab.picture(figure)
+    axes.set(
+        yticks=range(len(lanes)), yticklabels=lanes, title=f"-{form}: 6 steps in {took[form]:.1f} ms", ylim=(1.6, -0.6)
+    )
+    axes.set(xlabel="ms", xlim=(0, took[form]))
+lab.picture(figure, "Each picture has an axis of its own: look at who works and who waits, not at how long it takes.")
+lab.say(
+    f"The 6 steps take {took['tp 2']:.1f} ms with -tp 2 and {took['pp 2']:.1f} ms with -pp 2, whose steps have half of the requests. It says little of either form: the workers share these cores, and whoever exchanges something waits until the other has one."
+)
 
 # %% [markdown]
 # With one request there is nothing to run beside it: then one stage waits while the other works, and a token comes no sooner than from one worker.

@@ -163,7 +163,7 @@ lab.compare(percent_linear=round(100 * linear))
 #
 # ## Batch: more rows for the same weights
 #
-# gpt2-tiny fits into the processor's cache, so for this section the engine takes GPT-2's own shape, with random weights (nothing is downloaded): 498 MB, which each step has
+# gpt2-tiny fits into the processor's cache, so for this section the engine takes GPT-2's own shape, with random weights (nothing is downloaded), which each step has
 # to fetch from memory once, however many requests share it.
 
 # %% [markdown] tags=["predict"]
@@ -190,6 +190,14 @@ lab.table([(n, n / s, 1e3 * s) for n, s in step.items()], "batch", "tokens/s", "
 lab.compare(throughput_32=round(32 * step[1] / step[32], 1), tpot_32=round(step[32] / step[1], 1))
 lab.claim("32 together give more than three times the tokens per second", 32 * step[1] > 3 * step[32], measured=True)
 lab.claim("and each of them waits longer for a token than one alone", step[32] > 1.3 * step[1], measured=True)
+lab.claim(
+    f"4 rows take {step[4] / step[1]:.1f} times as long as 1, much less than 4 times",
+    step[4] < 3 * step[1],
+    measured=True,
+)
+lab.claim(
+    "from 1 to 4 rows a step grows by less than from 4 to 32", step[4] / step[1] < step[32] / step[4], measured=True
+)
 
 # %%
 figure, throughput = plt.subplots(figsize=(8, 3.4))
@@ -207,7 +215,7 @@ latency.legend(loc="lower right", fontsize=8)
 lab.picture(figure, "What the owner gets, and what the user waits, for each size of the batch.")
 
 # %% [markdown]
-# The left line rises, then bends; the right one is flat, then rises. The bend is where arithmetic begins to take as long as memory. Up to there another request costs the others little, because memory has to
+# The left line rises, then bends; the right one rises slowly, then faster. The bend is where arithmetic begins to take as long as memory. Up to there another request costs the others less, because memory has to
 # deliver the weights anyway; beyond it, all wait for each other. So there is no best batch. There is the largest one at which your users wait no longer than you promised: that is what
 # `max_num_seqs` is for, and what *goodput* measures in the exercise.
 #
@@ -252,6 +260,9 @@ lab.claim(
 share = computed["+ prefix cache"] / computed["+ batch of 12"]
 print(f"of the prompts' tokens, {100 * share:.0f} % are computed with the cache")
 lab.claim("the prefix cache saves most of the prompts", share < 0.5)
+gains = [after.rate / before.rate for before, after in zip([one, batch, prefix], [batch, prefix, native])]
+lab.say("Tokens per second, times those of the row before: " + ", ".join(f"{gain:.1f}" for gain in gains) + ".")
+lab.claim("of the three changes the batch gives most", max(gains) == gains[0], measured=True)
 lab.claim("the batch of 12 gives more than twice the tokens per second", batch.rate > 2 * one.rate, measured=True)
 lab.claim("the prefix cache: all have their first token sooner", prefix.ttft < 0.8 * batch.ttft, measured=True)
 lab.compare(steps_batch=len(batch.steps), percent_of_prompts=round(100 * share))
@@ -305,7 +316,7 @@ lab.claim("the small budget: nobody waits as long for a token", gaps[64][0] < 0.
 #
 # ## Drafts: guess, then check
 #
-# A step of 5 rows takes hardly longer than a step of 1 (above: the weights are read once). A request that decodes alone wastes that. N-gram drafts fill the rows: the tokens that
+# A step of a few rows takes much less time than as many steps of one (claimed above: the weights are read once). A request that decodes alone wastes that. N-gram drafts fill the rows: the tokens that
 # followed the last words before are proposed again, and the model checks all of them in one step. What it would not have written is thrown away, so the answer is the same.
 
 # %% [markdown] tags=["predict"]
@@ -390,7 +401,7 @@ lab.claim("a step with one request is more than 1.5 times as fast", step[1] > 1.
 #
 # ## What a GPU changes
 #
-# The floor of a decode is the time that memory takes to deliver the weights. Here it is measured, with the fastest of 60 walks along 128 MB; for GPUs it is computed from the peaks in their data sheets, which no program reaches.
+# The floor of a decode is the time that memory takes to deliver the weights. Here it is measured, with the fastest of 60 walks along 32 million numbers; for GPUs it is computed from the peaks in their data sheets, which no program reaches.
 
 # %% [markdown] tags=["predict"]
 # > **Predict.** An A100 reads 2,039 GB/s and does 312 Tera-operations per second in bfloat16 (data sheet, SXM, 80 GB). With weights of 2 bytes, each used for 2 operations by each row: how many
@@ -419,7 +430,7 @@ lab.compare(rows_a100=round(312e12 / 2.039e12))
 
 # %% [markdown]
 # A GPU moves memory, and arithmetic further than memory: 150 to 300 rows are nearly free, instead of a few. So everything on this page holds there, *more*. A request alone wastes more of the machine,
-# batches are larger, drafts cost less; and with a floor of a tenth of a millisecond, the launches of the kernels and the Python around them are what a profile shows first. That is what
+# batches are larger, drafts cost less; and with so low a floor, the launches of the kernels and the Python around them are what a profile shows first. That is what
 # CUDA graphs and asynchronous scheduling are for. (The table says what is impossible, not what you will get.)
 
 # %% [markdown] tags=["exercise"]

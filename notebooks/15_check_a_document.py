@@ -146,7 +146,7 @@ lab.table([(name, says, f"{(at[b] - at[a]) / 1e6:.1f} ms") for name, says, a, b 
 lab.claim("stage 6 is over before stage 5: they run side by side", at["server.app_built"] < at["engine.ready"])
 
 # %% [markdown]
-# These times belong to one machine, and to a model of 0.5 GB; the table can say no more.
+# These times belong to one machine, and to one model; the table can say no more.
 #
 # ## What recordings say
 #

@@ -40,6 +40,10 @@ if importlib.util.find_spec("stagetrace") is None:
     )"""
 
 
+class NotHereError(Exception):
+    """What was measured did not hold in this run."""
+
+
 def sources() -> list[Path]:
     """The notebooks' sources, in order."""
     return sorted(FOLDER.glob("[0-9][0-9]_*.py"))
@@ -92,11 +96,18 @@ def execute(notebook: NotebookNode) -> NotebookNode:
         return client.execute()
 
 
-def write(notebook: NotebookNode, path: Path) -> None:
-    """Write an executed notebook so that the same outputs make the same file. Raises SystemExit if a measured claim did not hold."""
+def write(notebook: NotebookNode, path: Path, anyway: bool = False) -> None:
+    """Write an executed notebook so that the same outputs make the same file.
+
+    Raises NotHereError if a measured claim did not hold; `anyway` only warns.
+    """
     said = [output.text for cell in notebook.cells for output in cell.get("outputs", []) if "text" in output]
     if missed := [line for line in "".join(said).splitlines() if line.startswith(NOT_HERE)]:
-        raise SystemExit("\n".join([f"{path.name} is not written; build it again when the machine is idle", *missed]))
+        if not anyway:
+            raise NotHereError("\n".join([f"{path.name}: build it again when the machine is idle", *missed]))
+        print(
+            f"{path.name} is written, but build it again when the machine is idle", *missed, sep="\n", file=sys.stderr
+        )
     notebook.metadata = nbformat.from_dict({"kernelspec": KERNEL, "language_info": {"name": "python"}})
     for cell in notebook.cells:
         if cell.cell_type == "code":
@@ -130,6 +141,17 @@ def _neutral(text: str) -> str:
     return text
 
 
+def build(path: Path, tries: int = 3) -> None:
+    """Execute and write one. A measured claim may fail because of what else the machine does, so it is tried again; the last try is
+    written as it is, with a warning. (The tests refuse such a notebook.)"""
+    for left in reversed(range(tries)):
+        notebook = execute(read_source(path))
+        try:
+            return write(notebook, path.with_suffix(".ipynb"), anyway=left == 0)
+        except NotHereError as error:
+            print(error, file=sys.stderr)
+
+
 def main() -> None:
     """Build the notebooks whose names begin with one of the arguments, or all."""
     parser = argparse.ArgumentParser(description="Execute the notebooks' sources and write the .ipynb files.")
@@ -141,7 +163,7 @@ def main() -> None:
     for path in sources():
         if not names or path.name.startswith(tuple(names)):
             start = time.perf_counter()
-            write(execute(read_source(path)), path.with_suffix(".ipynb"))
+            build(path)
             print(
                 f"{path.stem}: {time.perf_counter() - start:.1f} s, {path.with_suffix('.ipynb').stat().st_size // 1000} kB"
             )

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 import traceback
 import urllib.error
@@ -185,12 +186,19 @@ def _labels(figure: Figure) -> Iterator[str]:
 
 
 def source(thing: Any, first: int | None = None, last: int | None = None) -> None:
-    """Print the real code of a class or function (or some of its lines, counted from 1), and where it stands."""
-    lines, start = inspect.getsourcelines(thing)
+    """Print the real code of a class or function (or some of its lines, counted from 1), and where it stands: by name, since lines move."""
+    lines, _ = inspect.getsourcelines(thing)
     path = Path(inspect.getsourcefile(thing) or "").resolve()
     where = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path.name
-    print(f"# {where}, line {start + (first or 1) - 1}")
+    some = "" if first is None else f", its lines {first} to {last or len(lines)}"
+    print(f"# {where}: {thing.__qualname__}{some}")
     print("".join(lines[(first or 1) - 1 : last]).rstrip())
+
+
+def say(sentence: str) -> None:
+    """Print a sentence with numbers of this run. What was measured is said by the cell that measured it, never by a text beside it:
+    on the reader's machine, and at the next build, the text would be wrong."""
+    print(textwrap.fill(sentence, 120))
 
 
 def claim(sentence: str, holds: bool, measured: bool = False) -> None:

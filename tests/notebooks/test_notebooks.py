@@ -149,9 +149,11 @@ def test_a_claim_that_does_not_hold_is_noticed(capsys: pytest.CaptureFixture[str
     lab.claim("it was fast", False, measured=True)
     output = nbformat.v4.new_output("stream", name="stdout", text=capsys.readouterr().out)
     cell = nbformat.v4.new_code_cell("", outputs=[output])
-    with pytest.raises(SystemExit, match="is the machine busy.*it was fast"):
+    with pytest.raises(build.NotHereError, match="is the machine busy.*it was fast"):
         build.write(nbformat.v4.new_notebook(cells=[cell]), tmp_path / "x.ipynb")
     assert not list(tmp_path.iterdir())
+    build.write(nbformat.v4.new_notebook(cells=[cell]), tmp_path / "x.ipynb", anyway=True)
+    assert "build it again" in capsys.readouterr().err and "it was fast" in (tmp_path / "x.ipynb").read_text()
 
 
 def test_without_the_project_the_first_cell_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,9 +228,13 @@ def test_a_broken_link_is_noticed() -> None:
 
 def tagged(notebook: nbformat.NotebookNode, tag: str) -> nbformat.NotebookNode:
     """The one code cell with this tag."""
-    cells = (c for c in notebook.cells if c.cell_type == "code" and tag in c.metadata.get("tags", []))
-    (cell,) = cells
+    (cell,) = tagged_all(notebook, tag)
     return cell
+
+
+def tagged_all(notebook: nbformat.NotebookNode, tag: str) -> list[nbformat.NotebookNode]:
+    """All code cells with this tag."""
+    return [c for c in notebook.cells if c.cell_type == "code" and tag in c.metadata.get("tags", [])]
 
 
 def answered(notebook: nbformat.NotebookNode, answer: Answer) -> list[nbformat.NotebookNode]:
@@ -267,6 +273,14 @@ def test_the_notebook_runs_and_its_check_judges(source: Path) -> None:
     assert said(right).startswith("PASS: ")
     assert not [text for text in map(said, after) if "once yours passes" in text or "False" in text]
     assert re.search(r"^FAIL .*\n  case .*\n  expected .*\n  yours .*", said(wrong)), answer.mistake
+    then = committed(source)
+    if is_as_built(then, source):
+        saved, now = (
+            [said(cell).removeprefix(build.COVER) for cell in tagged_all(one, "today")] for one in (then, notebook)
+        )
+        assert saved == now, (
+            f"what the code has today is another list; run: make notebooks-build ARGS={source.name[:2]}"
+        )
 
 
 def said(cell: nbformat.NotebookNode) -> str:

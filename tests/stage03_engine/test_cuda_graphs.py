@@ -36,6 +36,7 @@ from stage04_kernels.backends.native.linear import NativeLinear
 from stage04_kernels.features.logits_processors import LogitsRules, Penalties
 from stage04_kernels.lab.cases import make_metadata
 from stage04_kernels.sampler import SamplingMetadata, sample
+from stagetrace import read_run, trace
 
 os.environ["TRITON_INTERPRET"] = "1"
 BLOCK, MAX_LEN, CPU = 16, 64, torch.device("cpu")
@@ -144,6 +145,24 @@ def test_what_a_replay_would_not_repeat_is_refused() -> None:
     replay = record(lambda: x.clone().add_(1).view(-1)[:4] * 2)
     x.fill_(3)
     assert replay().tolist() == [8.0] * 4, "a replay reads what its inputs hold now"
+
+
+@pytest.mark.skipif(library.problem() is not None, reason=str(library.problem()))
+def test_the_trace_says_which_decode_steps_were_recorded(tmp_path: Path) -> None:
+    flags: dict[str, Any] = {"attention_backend": "native", "num_gpu_blocks_override": 8, "max_num_seqs": 3}
+    for eager in (False, True):
+        folder = tmp_path / str(eager)
+        trace.hold("LLM")
+        trace.open(str(folder))
+        with LLM("gpt2-tiny", **flags, enforce_eager=eager, max_model_len=64):
+            trace.close()
+        names = [event.name for event in read_run(folder).events]
+        assert ("graphs.captured" in names) is not eager
+        if not eager:
+            (captured,) = read_run(folder).named("graphs.captured")
+            assert captured.args["kind"] == "native" and captured.args["sizes"] == [1, 2, 3]
+            allocated, created = names.index("kv_cache.allocated"), names.index("scheduler.created")
+            assert allocated < names.index("graphs.captured") < created
 
 
 def test_to_record_imports_no_compiler() -> None:

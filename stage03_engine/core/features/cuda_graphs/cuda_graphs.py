@@ -7,6 +7,7 @@ tensors, and its batch is padded to the next recorded size. `--enforce-eager` sw
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from stage03_engine.core.hooks import RunnerHook
 from stage03_engine.core.input_batch import StepInputs
 from stage04_kernels.attention import AttentionMetadata
+from stagetrace import trace
 
 Run = Callable[[], Tensor]
 Capture = Callable[[Run], Run]
@@ -131,7 +133,11 @@ class CudaGraphHook(RunnerHook):
     def cache_allocated(self, num_blocks: int) -> None:
         """Record decode steps."""
         if self.runner.device.type == "cuda":
+            started = time.monotonic()
             self.graphs = self._record(self.runner.kv_caches, self._sizes(), GraphCapture())
+            if trace.on:
+                took = round(time.monotonic() - started, 4)
+                trace.emit("graphs.captured", kind="cuda", sizes=self._sizes(), seconds=took)
 
     @torch.inference_mode()
     def reserved_bytes(self) -> int:

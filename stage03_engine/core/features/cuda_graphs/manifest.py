@@ -53,4 +53,5 @@ FEATURE = Feature(
         "linear_backend",
         "quantization",
     ),
+    events=("graphs.captured",),
 )
