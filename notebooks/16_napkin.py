@@ -107,7 +107,11 @@ for axis, prompt in zip(axes, (16, 2048)):
     fits = on_paper.memory_wall(llama, h100, one)
     axis.axvline(fits, color="black", linestyle=":", label="memory is full")
     crossing = on_paper.crossing(llama, h100, one)
-    print(f"prompt of {prompt}: memory ends at {fits} users, computing takes over at {crossing:.0f}")
+    over = "never" if crossing == float("inf") else f"at {crossing:.0f}"
+    print(f"prompt of {prompt}: memory ends at {fits} users, computing takes over {over}")
+    axis.set_xticks([1, 10, 100, 1000], ["1", "10", "100", "1,000"])
+    axis.set_yticks([0.01, 0.1, 1, 10, 100, 1000], ["0.01", "0.1", "1", "10", "100", "1,000"])
+    axis.grid(alpha=0.3)
 axes[0].set(ylabel="ms, at least")
 axes[0].legend(fontsize=8)
 figure.tight_layout()
@@ -293,7 +297,7 @@ lab.compare(
 # %% [markdown]
 # The order of magnitude is right, the number is not. Where do they part, and why?
 #
-# - **One user of gpt2** waits for memory, nearly as the napkin says. What is left are norms, activations, softmax and the sampler, which the napkin does not count, and the engine's own work between two steps.
+# - **One user of gpt2** waits for memory, and most of its time is what the napkin says. What is left are norms, activations, softmax and the sampler, which the napkin does not count, and the engine's own work between two steps.
 # - **Several users**: on paper a step of four takes hardly longer than one. Here it does, since torch takes another routine for products of few rows, which copies the weights first
 #   ([08](08_execution.ipynb)). The roof says what no program can beat, and nothing about this one.
 # - **gpt2-tiny**: its step is so short that Python's own time, a constant for each step and layer, is most of it. On a GPU it is the same with launches: a small model never reaches its roof. That is why
