@@ -190,5 +190,5 @@ def napkin(model: Model, chip: Chip, load: Load) -> Napkin:
         weight_bytes(model, load), kv_bytes_per_token(model, load),
         (load.prompt + load.answer) * kv_bytes_per_token(model, load),
         prefill_seconds(model, chip, load), step_seconds(model, chip, load, 1), crossing(model, chip, load),
-        *walls.values(), users, wall, tpot, rate, load.price / 3600 / rate * 1e6 if users else math.inf,
+        walls["memory"], walls["bandwidth"], walls["arithmetic"], users, wall, tpot, rate, load.price / 3600 / rate * 1e6 if users else math.inf,
     )  # fmt: skip
