@@ -11,7 +11,7 @@
 # | the formulas | [`napkin`](../stage01_cli/tools/napkin/arithmetic.py) | none |
 # | models and chips, with sources | [`facts.py`](../stage01_cli/tools/napkin/facts.py), [`RATES`](../stage04_kernels/lab/roofline.py) | none |
 # | what a start really takes | [`estimate_memory`](../stage02_server/features/dry_run/memory.py) | `v1/worker/gpu_worker.py` determine_available_memory |
-# | what an engine really does | [`LLM`](../stage03_engine/llm/__init__.py) | `benchmarks/` throughput, latency |
+# | what an engine really does | [`LLM`](../stage03_engine/llm/llm.py) | `benchmarks/` throughput, latency |
 
 # %%
 import time
