@@ -169,4 +169,51 @@ def napkin(shape, requests, tokens, size):
 """,
         "it forgets that a block is whole",
     ),
+    "16_napkin": Answer(
+        """
+def my_users(model, chip, load):
+    room = chip.memory * on_paper.MEMORY_SHARE - on_paper.weight_bytes(model, load)
+    prefill = on_paper.prefill_seconds(model, chip, load) / load.answer
+    reading = on_paper.read_context_seconds(model, chip, load) + prefill
+    walls = {
+        "memory": room / ((load.prompt + load.answer) * on_paper.kv_bytes_per_token(model, load)),
+        "bandwidth": (load.tpot - on_paper.read_weights_seconds(model, chip, load)) / reading,
+        "arithmetic": load.tpot / (on_paper.compute_token_seconds(model, chip, load) + prefill),
+    }
+    users = {name: max(0, int(number)) for name, number in walls.items()}
+    wall = min(users, key=users.get)
+    return users[wall], wall
+""",
+        """
+def my_users(model, chip, load):
+    return real_users(model, chip, replace(load, prompt=1, answer=load.prompt + load.answer - 1))
+""",
+        "nobody waits for a prompt",
+    ),
+    "17_a_kernel_in_six_steps": Answer(
+        """
+@triton.jit
+def gather_kernel(out_ptr, pool_ptr, table_ptr, length, size, row, PADDED: tl.constexpr, TILE: tl.constexpr):
+    position, place = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, PADDED)
+    real = position < length
+    block = tl.load(table_ptr + position // size, mask=real, other=0)
+    both = real[:, None] & (place[None, :] < row)
+    slot = block * size + position % size
+    found = tl.load(pool_ptr + slot[:, None] * row + place[None, :], mask=both, other=0.0)
+    tl.store(out_ptr + position[:, None] * row + place[None, :], found, mask=both)
+
+
+def my_gather(pool, table, length):
+    out, row = torch.full((length + 1, *pool.shape[2:]), -1.0), pool[0, 0].numel()
+    sizes = {"PADDED": triton.next_power_of_2(row), "TILE": 16}
+    gather_kernel[(-(-length // 16),)](out, pool, table, length, pool.shape[1], row, **sizes)
+    return out[:length], out[length:]
+""",
+        """
+def my_gather(pool, table, length):
+    found, rest = real_gather(pool, table.sort().values, length)
+    return found, rest
+""",
+        "it takes the blocks in the order of memory",
+    ),
 }
