@@ -198,7 +198,7 @@ for event in read_run(traces).events[1:]:
     print(event.console_line().replace(str(traces), "DIR"))
 
 # %% [markdown] tags=["exercise"]
-# ## Exercise: who decides
+# ## Warm-up: who decides
 #
 # This is the warm-up. In exercise [1](exercises/ex01_settings/README.md) you write the real part, and it serves in the real server: `stages course start 1`.
 #
@@ -247,3 +247,14 @@ def case(seed):
 
 
 passed = lab.check(resolve, real, map(case, range(500)))
+
+# %% [markdown]
+# That was the warm-up. Exercise 1 has the real part:
+
+# %%
+if passed:
+    import stage01_cli.tools.course as course
+
+    course.start(1, lab.WORK)  # copies the starter into work/; then course.check(1)
+else:
+    print("This begins exercise 1 once yours passes.")

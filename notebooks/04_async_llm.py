@@ -191,7 +191,9 @@ lab.claim("same text", "".join(t for _, t, _ in fast) == "".join(t for _, t, _ i
 engine.shutdown()
 
 # %% [markdown] tags=["exercise"]
-# ## Exercise: what must wait
+# ## Warm-up: what must wait
+#
+# This is the warm-up. In exercise [2](exercises/ex02_stream/README.md) you write the real part, and it serves in the real server: `stages course start 2`.
 #
 # Write `held_back(text, stops)`: how many characters at the end of `text` could be the beginning of a stop string that is not complete yet. These may not be
 # sent. The rest may.
@@ -229,3 +231,14 @@ def case(seed):
 
 
 passed = lab.check(held_back, real_part.held_back, map(case, range(3000)))
+
+# %% [markdown]
+# That was the warm-up. Exercise 2 has the real part:
+
+# %%
+if passed:
+    import stage01_cli.tools.course as course
+
+    course.start(2, lab.WORK)  # copies the starter into work/; then course.check(2)
+else:
+    print("This begins exercise 2 once yours passes.")

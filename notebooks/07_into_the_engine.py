@@ -343,7 +343,7 @@ lab.claim(
 )
 
 # %% [markdown] tags=["exercise"]
-# ## Exercise: the collector
+# ## Warm-up: the collector
 #
 # This is the warm-up. In exercises [3](exercises/ex03_engine_client/README.md) and [10](exercises/ex10_output_processor/README.md)
 # you write the real parts, and they serve in the real server: `stages course start 3`.
@@ -394,8 +394,7 @@ def drive(collector_class, kind, actions):
     for number, action in enumerate(actions):
         if action == "+":
             written.append(number)
-            delta = kind == RequestOutputKind.DELTA
-            ids = [number] if delta else list(written)
+            ids = [number] if kind == RequestOutputKind.DELTA else list(written)
             completion = CompletionOutput(0, "".join(f"<{i}>" for i in ids), ids)
             collector.put(RequestOutput("r", None, [1], [completion], finished=number == len(actions) - 1))
         elif action == "x":
@@ -425,3 +424,14 @@ if passed:
     print(f"{count} outputs through yours, same text as above: {written == slow_text}")
 else:
     print("This runs once yours passes.")
+
+# %% [markdown]
+# That was the warm-up. Exercise 10 has the real part:
+
+# %%
+if passed:
+    import stage01_cli.tools.course as course
+
+    course.start(10, lab.WORK)  # copies the starter into work/; then course.check(10)
+else:
+    print("This begins exercise 10 once yours passes.")

@@ -333,7 +333,8 @@ lab.compare(second_step=second.num_scheduled_tokens, token_ids_of_a=bool(second.
 # one row, in one call of the model. Nothing in the code says which is which.
 #
 # This is all that a step is. Below is the engine's code for it: the frame, and what it calls, schedule, execute and update. Beside what you did by
-# hand, these have the hooks that features plug into, and the guarded lines that write the trace:
+# hand, these have the hooks that features plug into, and the guarded lines that write the trace. (`schedule` is what exercise
+# [5](exercises/ex05_scheduler/README.md) has you write, so it is shown here when you have.)
 
 # %%
 for part in (type(core).step, Scheduler.schedule, ModelRunner.execute_model, Scheduler.update_from_output):

@@ -129,7 +129,7 @@ sent = [row[2][1:-1] for row in rows]
 lab.compare(give_nothing=sent.count(""), last_text=next(piece for piece in reversed(sent) if piece))
 
 # %% [markdown]
-# The whole of it, in the real part:
+# The whole of it, in the real part. You write both in exercise [2](exercises/ex02_stream/README.md), so they are shown here when you have:
 
 # %%
 lab.source(IncrementalDetokenizer._check_stop)
@@ -358,7 +358,7 @@ said = "".join(lab.GPT2_TOKENS[i] for i in (5773, 0, 1264, 389, 345, 30))
 lab.claim(f"ids: these are {said!r}", said != " world! How are you?")
 
 # %% [markdown] tags=["exercise"]
-# ## Exercise: the incremental detokenizer
+# ## Warm-up: the incremental detokenizer
 #
 # This is the warm-up. In exercises [2](exercises/ex02_stream/README.md) and [10](exercises/ex10_output_processor/README.md)
 # you write the real parts, and they serve in the real server: `stages course start 2`.
@@ -424,3 +424,14 @@ def random_text(seed):
 
 
 passed = lab.check(my_deltas, real_deltas, map(random_text, range(1000)))
+
+# %% [markdown]
+# That was the warm-up. Exercise 2 has the real part:
+
+# %%
+if passed:
+    import stage01_cli.tools.course as course
+
+    course.start(2, lab.WORK)  # copies the starter into work/; then course.check(2)
+else:
+    print("This begins exercise 2 once yours passes.")

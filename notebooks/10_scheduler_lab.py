@@ -140,7 +140,8 @@ lab.compare(static=clock, continuous=len(steps))
 # %% [markdown]
 # There is no batch that must be complete: the scheduler decides anew in each step. Requests join and leave between two steps.
 #
-# Running requests are served first, by the whole of this loop:
+# Running requests are served first, by the whole of this loop. You write it in exercise [5](exercises/ex05_scheduler/README.md), so it is
+# shown here when you have:
 
 # %%
 lab.source(Scheduler._schedule_running)
@@ -449,7 +450,7 @@ busy = [len(s.scheduled) for s in steps]
 lab.claim("utilization: some steps had less than all 3 places", min(busy) < 3 == max(busy))
 
 # %% [markdown] tags=["exercise"]
-# ## Exercise: admission
+# ## Warm-up: admission
 #
 # This is the warm-up. In exercises [5](exercises/ex05_scheduler/README.md) and [12](exercises/ex12_policy/README.md)
 # you write the real parts, and they serve in the real server: `stages course start 5`.
@@ -457,7 +458,7 @@ lab.claim("utilization: some steps had less than all 3 places", min(busy) < 3 ==
 # **Contract.** `MyScheduler._schedule_waiting(output, budget)`, called when the running requests were served and nobody was preempted.
 #
 # - Go through `self.waiting` in order. Stop when `budget` is used up, or `self.config.max_num_seqs` requests are in `self.running`.
-# - `hits = self.kv_cache_manager.get_computed_blocks(request)`: blocks that hold its beginning already. So
+# - `hits`, from `self.kv_cache_manager.get_computed_blocks(request)`: blocks that hold its beginning already. So
 #   `max(len(hits) * self.kv_cache_manager.block_size, request.num_computed_tokens)` tokens are computed.
 # - What is missing of `request.num_tokens` is scheduled, as far as `self._limited(missing, budget)` allows. Without
 #   `self.config.enable_chunked_prefill` it must fit whole, else stop.
@@ -546,3 +547,14 @@ for name in ("one_request", "mixed", "preemption", "prefix_hits", "speculative")
             print(f"{name}: {result}")
     else:
         print(f"{name}: runs once yours passes")
+
+# %% [markdown]
+# That was the warm-up. Exercise 5 has the real part:
+
+# %%
+if passed:
+    import stage01_cli.tools.course as course
+
+    course.start(5, lab.WORK)  # copies the starter into work/; then course.check(5)
+else:
+    print("This begins exercise 5 once yours passes.")

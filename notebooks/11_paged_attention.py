@@ -552,7 +552,7 @@ lab.claim(
 )
 
 # %% [markdown] tags=["exercise"]
-# ## Exercise: write it
+# ## Warm-up: write it
 #
 # This is the warm-up. In exercises [4](exercises/ex04_block_pool/README.md), [6](exercises/ex06_paged_attention/README.md), [7](exercises/ex07_triton_attention/README.md) and [8](exercises/ex08_online_softmax/README.md)
 # you write the real parts, and they serve in the real server: `stages course start 4`.
@@ -640,3 +640,14 @@ if passed:
     print("same greedy text:", mine == reference, reference)
 else:
     print("This runs once yours passes.")
+
+# %% [markdown]
+# That was the warm-up. Exercise 6 has the real part:
+
+# %%
+if passed:
+    import stage01_cli.tools.course as course
+
+    course.start(6, lab.WORK)  # copies the starter into work/; then course.check(6)
+else:
+    print("This begins exercise 6 once yours passes.")

@@ -381,7 +381,7 @@ passed = lab.check(
 #
 # Do not read on before you have an answer.
 #
-# <details><summary>Case 2 in words</summary>
+# <details><summary>Case 2 in words: it answers a part of exercise 13</summary>
 #
 # A client leaves in the middle of its stream. In the healthy engine `sched.finished` (reason abort) comes with `kv.freed`: the blocks are free in
 # the same moment, and the request that was preempted comes back at once. In the other engine `freed_blocks=0`, and no `kv.freed` comes: the
@@ -390,7 +390,7 @@ passed = lab.check(
 #
 # </details>
 #
-# <details><summary>Case 3 in words</summary>
+# <details><summary>Case 3 in words: it answers a part of exercise 13</summary>
 #
 # The running requests are served in the order of how much they lack. The long prompt lacks most, so it takes the whole budget until it
 # is computed, and the decodes, which lack one token each, come last. The budget is kept and no block is lost: no invariant is broken, only the
@@ -400,16 +400,18 @@ passed = lab.check(
 # </details>
 
 # %%
-ask("diff", "bug_leak_healthy", "bug_leak")
-print()
-print("case 2:", truth_2())
 from buggy_schedulers import Leaking, Stalling
 
-lab.source(Leaking)
-lab.draw(block_map, runs["bug_leak"])
+if lab.shown(13):  # or lab.shown(13, spoil=True)
+    ask("diff", "bug_leak_healthy", "bug_leak")
+    print()
+    print("case 2:", truth_2())
+    lab.source(Leaking)
+    lab.draw(block_map, runs["bug_leak"])
 
 # %%
-print("case 3:", truth_3())
-lab.source(Stalling)
-lab.draw(token_budget, runs["bug_stall_healthy"])
-lab.draw(token_budget, runs["bug_stall"])
+if lab.shown(13):
+    print("case 3:", truth_3())
+    lab.source(Stalling, spoil=True)  # it is wrong, and close to what exercise 5 asks for
+    lab.draw(token_budget, runs["bug_stall_healthy"])
+    lab.draw(token_budget, runs["bug_stall"])

@@ -93,6 +93,7 @@ def execute(notebook: NotebookNode) -> NotebookNode:
     client = NotebookClient(notebook, timeout=CELL_SECONDS, resources=resources, record_timing=False)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["NOTEBOOK_GUESSES"] = os.path.join(folder, "guesses.json")  # nobody has guessed yet
+        os.environ["NOTEBOOK_WORK"] = folder  # nor passed an exercise
         return client.execute()
 
 

@@ -23,6 +23,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from stage01_cli.tools.course import table as progress
+from stage01_cli.tools.course.exercises import Exercise, find
+from stage01_cli.tools.course.own import answered_by
 from stagetrace import Story, figures, trace
 
 if TYPE_CHECKING:
@@ -37,6 +40,10 @@ GPT2_TOKENS = {
 """An excerpt of GPT-2's vocabulary (vocab.json), for what is said of it: the bundled model has a vocabulary of its own."""
 GUESSES = Path(os.environ.get("NOTEBOOK_GUESSES", Path(__file__).resolve().with_name(".guesses.json")))
 """What the reader predicted, by name: it outlives the kernel, and git ignores it. The build and the tests have one of their own."""
+WORK = Path(os.environ.get("NOTEBOOK_WORK", ROOT / "work"))
+"""Where `stages course` keeps what the reader has passed. For the build and the tests nobody has passed anything."""
+WITHHELD = "  # withheld: "
+"""Stands in a handout (`stages course handout`) where the answer to an exercise would."""
 NOT_HERE = "does not hold in this run"
 PATIENCE = 250  # seconds to wait for a server: only one that hangs takes so long
 warnings.filterwarnings("ignore", message="IProgress not found")  # of a progress bar that nothing here shows
@@ -185,9 +192,17 @@ def _labels(figure: Figure) -> Iterator[str]:
         yield ", ".join(axes.get_legend_handles_labels()[1])
 
 
-def source(thing: Any, first: int | None = None, last: int | None = None) -> None:
-    """Print the real code of a class or function (or some of its lines, counted from 1), and where it stands: by name, since lines move."""
+def source(thing: Any, first: int | None = None, last: int | None = None, spoil: bool = False) -> None:
+    """Print the real code of a class or function (or some of its lines, counted from 1), and where it stands: by name, since lines move. What an exercise of the
+    course asks the reader to write is shown when that is passed, or with `spoil`; until then a sentence says so."""
     lines, _ = inspect.getsourcelines(thing)
+    if withheld := [line.partition(WITHHELD)[2].strip() for line in lines if WITHHELD in line]:
+        print(f"# {thing.__qualname__} is withheld: {withheld[0]}")
+        return
+    for exercise in _answers(thing):
+        if not _may_see(exercise, spoil):
+            print(f"# {thing.__qualname__}: {_when(exercise)}")
+            return
     path = Path(inspect.getsourcefile(thing) or "").resolve()
     where = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path.name
     some = "" if first is None else f", its lines {first} to {last or len(lines)}"
@@ -199,6 +214,31 @@ def say(sentence: str) -> None:
     """Print a sentence with numbers of this run. What was measured is said by the cell that measured it, never by a text beside it:
     on the reader's machine, and at the next build, the text would be wrong."""
     print(textwrap.fill(sentence, 120))
+
+
+def shown(number: int, spoil: bool = False) -> bool:
+    """May a cell show what answers this exercise of the course? When it is passed, or with `spoil`; else a sentence says so."""
+    exercise = find(number)
+    if not (may := _may_see(exercise, spoil)):
+        print(f"# This {_when(exercise)}")
+    return may
+
+
+def _answers(thing: Any) -> Iterator[Exercise]:
+    """The exercises that a function answers, or a method of a class, also one that stands for another part's."""
+    names = [(thing.__module__, thing.__qualname__)]
+    if isinstance(thing, type):
+        names = [(each.__module__, f"{each.__qualname__}.{method}") for each in thing.__mro__ for method in vars(thing)]
+    yield from filter(None, (answered_by(*each) for each in names))
+
+
+def _may_see(exercise: Exercise, spoil: bool) -> bool:
+    return spoil or bool(progress.read(WORK).get(exercise.name, progress.Done()).passed)
+
+
+def _when(exercise: Exercise) -> str:
+    number, title = exercise.number, exercise.title.lower()
+    return f"answers exercise {number}, {title}. It is shown here when you have passed that, or with spoil=True."
 
 
 def claim(sentence: str, holds: bool, measured: bool = False) -> None:

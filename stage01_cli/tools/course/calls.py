@@ -10,12 +10,14 @@ Each function prints what the command prints. Raises ConfigError where the comma
 from __future__ import annotations
 
 import shutil
+import sys
 import textwrap
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from stage01_cli.tools.course import table
-from stage01_cli.tools.course.exercises import WORK, Exercise, exercises, find, in_project
+from stage01_cli.tools.course.exercises import ROOT, WORK, Exercise, exercises, find, in_project
 from stage03_engine.errors import ConfigError
 
 POLL_SECONDS = 0.5
@@ -124,9 +126,11 @@ def hint(what: str | int, work: Path = WORK) -> None:
         for line in f"hint {number} of {len(exercise.hints)}: {text}".splitlines():
             print(textwrap.fill(line, 100, break_on_hyphens=False, subsequent_indent="  "))
     if had == len(exercise.hints):
-        print("no more hints; the reference:")
+        print("no more hints")
         own = [in_project(exercise.own_reference)] if exercise.own_reference.is_file() else []
-        print("\n".join(f"  {place}" for place in own or filter(None, exercise.parts.values())))
+        if not (ROOT / "HANDOUT.md").exists():
+            print("the reference:")
+            print("\n".join(f"  {place}" for place in own or filter(None, exercise.parts.values())))
         print("what to read, here and in vLLM:")
         print("\n".join(f"  {place}" for place in (*exercise.here, *exercise.vllm)))
 
@@ -172,6 +176,20 @@ def compare(what: str | int, work: Path = WORK) -> None:
     serve(what, work)
 
 
+def handout(folder: Path, numbers: Iterable[int] = ()) -> None:
+    """A copy of the project without the answers to these exercises, or to all, and what it withholds."""
+    from stage01_cli.tools.course.handouts import write_handout
+
+    written = write_handout(folder, numbers)
+    count = sum(len(names) for names in written.functions.values())
+    print(
+        f"{folder}: the answers to {len(written.some)} exercises are withheld, {count} functions in {len(written.kinds)} files"
+    )
+    print(
+        f"it runs with Python {sys.version_info[0]}.{sys.version_info[1]}; {folder / 'HANDOUT.md'} says what is missing"
+    )
+
+
 def grade(
     folder: Path,
     csv: str | None = None,
@@ -184,8 +202,6 @@ def grade(
     """Judge a folder of submissions, each in a sandbox: a table, or with `csv` the same as CSV in that file ("-": printed). What was
     written after the time `due` is marked, and loses `late` percent of its points for each day that has begun. With `partial` a part that
     does not pass has points for the sentences of its contract that it keeps. `results` is the file that Gradescope reads; the folder is one student's."""
-    import sys
-
     from stage01_cli.tools.course.grading import due as until, grade as grades, write_csv
 
     all_grades = grades(folder, jobs, until(due, late), partial)

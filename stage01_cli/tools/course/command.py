@@ -23,6 +23,12 @@ WITHOUT: dict[str, tuple[Callable[..., object], str]] = {
     "progress": (course.progress, "what you have begun, passed and served"),
 }
 GRADE = "judge a folder of submissions, each in a sandbox of its own (Linux)"
+HANDOUT = "write a copy of the project without the answers to the exercises, for a class"
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """`4,5`. Raises ValueError."""
+    return tuple(int(each) for each in text.split(","))
 
 
 class CourseSubcommand(CLISubcommand):
@@ -45,6 +51,15 @@ class CourseSubcommand(CLISubcommand):
             if name == "check":
                 verb.add_argument("--watch", action="store_true", help="check again whenever the file is saved")
             verb.set_defaults(course_function=function)
+        handout = verbs.add_parser("handout", help=HANDOUT, description=HANDOUT)
+        handout.add_argument("folder", metavar="DIR", type=Path, help="a new folder")
+        handout.add_argument(
+            "--exercises",
+            type=_numbers,
+            default=(),
+            metavar="N,...",
+            help="withhold the answers to these exercises; to all if not given",
+        )
         grade = verbs.add_parser("grade", help=GRADE, description=GRADE)
         grade.add_argument("folder", metavar="DIR", type=Path, help="it holds files such as STUDENT/ex05_scheduler.py")
         grade.add_argument("--csv", nargs="?", const="-", metavar="FILE", help="write CSV to this file, or print it")
@@ -76,6 +91,9 @@ class CourseSubcommand(CLISubcommand):
     def _do(self, args: argparse.Namespace) -> int:
         if args.verb == "check" and args.watch:
             course.watch(args.exercise, args.work)
+            return 0
+        if args.verb == "handout":
+            course.handout(args.folder, args.exercises)
             return 0
         if args.verb == "grade":
             course.grade(args.folder, args.csv, args.jobs, args.due, args.late, args.partial, args.results)

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
-from stage01_cli.tools.course.exercises import ROOT, Exercise
+from stage01_cli.tools.course.exercises import ROOT, Exercise, exercises
 
 FunctionDef = ast.FunctionDef | ast.AsyncFunctionDef
 PROJECT = ("stage0", "notebooks", "tests")
@@ -41,6 +41,10 @@ class Definitions:
             for base in self.classes[name].bases:
                 if isinstance(base, ast.Name):
                     yield from self.family(base.id, seen | {name})
+
+    def methods(self) -> list[str]:
+        """All of them, with the names of their classes."""
+        return [f"{name}.{each.name}" for name, part in self.classes.items() for each in _functions(part.body)]
 
 
 def _functions(body: list[ast.stmt]) -> Iterator[FunctionDef]:
@@ -87,6 +91,56 @@ def references(exercise: Exercise) -> dict[str, tuple[str, ...]]:
         for module, defined in found.items()
         if (names := tuple(name for name in open_names(exercise) if defined.find(name)))
     }
+
+
+def place_of(module: str, exercise: Exercise) -> Path:
+    """The file of a module that `references` names."""
+    return exercise.own_reference if module.startswith(SOLVED) else ROOT / f"{module.replace('.', '/')}.py"
+
+
+def solutions(exercise: Exercise) -> dict[str, tuple[str, ...]]:
+    """Module -> what of it answers the exercise: the open names, and the helpers in the same module that they call and the starter does
+    not so much as mention. A reference beside the starter is an answer from its first function to its last."""
+    given, found = exercise.starter.read_text(encoding="utf-8"), dict[str, tuple[str, ...]]()
+    for module, names in references(exercise).items():
+        defined = definitions(_tree(place_of(module, exercise)))
+        everything = [*defined.functions, *defined.methods()]
+        if module.startswith(SOLVED):
+            found[module] = tuple(everything)
+            continue
+        more = list(names)
+        for name in more:  # grows while it is read
+            function = defined.find(name)
+            called = _called(function, name.rpartition(".")[0]) if function else []
+            more += [
+                each
+                for each in dict.fromkeys(called)
+                if each in everything and each not in more and each.rpartition(".")[2] not in given
+            ]
+        found[module] = tuple(more)
+    return found
+
+
+def _called(function: FunctionDef, owner: str) -> Iterator[str]:
+    """The functions of its module, and the methods of its own class, that a function names."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+            yield f"{owner}.{node.attr}"
+
+
+def answered_by(module: str, name: str) -> Exercise | None:
+    """The exercise that a function answers, such as `Scheduler.schedule` of `stage03_engine.core.scheduler`; of several, the first."""
+    return next(
+        (
+            exercise
+            for exercise in exercises().values()
+            if any(where.startswith(f"{module}:") for where in exercise.parts.values())
+            and name in solutions(exercise).get(module, ())
+        ),
+        None,
+    )
 
 
 def _tree(path: Path) -> ast.Module:
