@@ -193,8 +193,8 @@ def _labels(figure: Figure) -> Iterator[str]:
 
 
 def source(thing: Any, first: int | None = None, last: int | None = None, spoil: bool = False) -> None:
-    """Print the real code of a class or function (or some of its lines, counted from 1), and where it stands: by name, since lines move. What an exercise of the
-    course asks the reader to write is shown when that is passed, or with `spoil`; until then a sentence says so."""
+    """Print the real code of a class or function (or some of its lines, counted from 1), and where it stands: by name, since lines move.
+    What an exercise of the course asks the reader to write is shown when that is passed, or with `spoil`; until then a sentence says so."""
     lines, _ = inspect.getsourcelines(thing)
     if withheld := [line.partition(WITHHELD)[2].strip() for line in lines if WITHHELD in line]:
         print(f"# {thing.__qualname__} is withheld: {withheld[0]}")
