@@ -53,7 +53,9 @@ def scrape():
         families = text_string_to_metric_families(metrics())
     except (urllib.error.URLError, ConnectionError):
         return {up: 0.0}
-    return {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples} | {up: 1.0}
+    return {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples} | {
+        up: 1.0
+    }
 
 
 def scrape_until(holds):
@@ -189,9 +191,7 @@ def highest(situation, name):
 
 
 names = (WAITING, "vllm:kv_cache_usage_perc", PREEMPTED)
-lab.table(
-    [(name, *(f"{highest(each, name):.2g}" for each in situations)) for name in names], "as scraped", *situations
-)
+lab.table([(name, *(f"{highest(each, name):.2g}" for each in situations)) for name in names], "as scraped", *situations)
 lab.claim("the crowd waits for seats: nobody is preempted", highest("a crowd", PREEMPTED) == 0)
 lab.claim("and never has more than 8 of 11 blocks", highest("a crowd", "vllm:kv_cache_usage_perc") < 0.75)
 lab.claim("long answers: preemptions, with a seat for each", highest("long answers", PREEMPTED) > 2)
@@ -255,6 +255,7 @@ lab.claim("the server ends with an error", exit_code == 1)
 # ## The alarms
 #
 # [alarms.yml](alarms.yml) is a file of rules for Prometheus. Here they are tried on what we have scraped. Prometheus also waits until a rule has held for a while (`for`), so that a moment's crowd wakes nobody.
+
 
 # %%
 def fired(situation):
