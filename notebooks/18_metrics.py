@@ -17,6 +17,7 @@
 
 # %%
 import itertools
+import math
 import os
 import re
 import signal
@@ -104,7 +105,7 @@ clients = [ask(1) for _ in range(20)]
 after = scrape_until(lambda now: total(now, "vllm:time_to_first_token_seconds_count") == 20)
 buckets = alarms.grown_buckets("vllm:time_to_first_token_seconds_bucket", after, quiet)
 lab.table(
-    [(f"{le * 1e3:g} ms", int(count)) for le, count in buckets if count and le < 1 or le == float("inf")],
+    [(f"{le * 1e3:g} ms", int(count)) for le, count in buckets if (count and le < 1) or le == float("inf")],
     "TTFT at most", "requests",
 )  # fmt: skip
 mean = total(after, "vllm:time_to_first_token_seconds_sum") / 20
@@ -122,6 +123,7 @@ lab.predict(quantile_ms=None)
 answer = 10 + (20 - 10) * (0.95 * 20 - 15) / (20 - 15)
 print(f"the 19th value is number 4 of the 5 in its bucket, so {answer:g} ms")
 lab.claim("the evaluator here agrees", alarms.quantile(0.95, [(10, 15), (20, 20), (float("inf"), 20)]) == answer)
+lab.claim("of no values there is none", math.isnan(alarms.quantile(0.95, [])))
 lab.compare(quantile_ms=answer)
 
 # %% [markdown]
@@ -330,10 +332,8 @@ lab.claim("no block is lost", total(situations["long answers"][1][-1], "vllm:kv_
 #
 # The real part is [`quantile`](alarms.py), which does as Prometheus's `histogram_quantile` does.
 
+
 # %% tags=["exercise"]
-import math
-
-
 def quantile(q: float, buckets: list[tuple[float, float]]) -> float:
     """The value below which the share `q` of all values lies."""
     raise NotImplementedError
@@ -345,7 +345,7 @@ import random
 
 def case(seed):
     rng = random.Random(seed)
-    bounds = sorted(rng.sample([0.5, 1, 2.5, 5, 10, 20], rng.randint(1, 5))) + [float("inf")]
+    bounds = [*sorted(rng.sample([0.5, 1, 2.5, 5, 10, 20], rng.randint(1, 5))), float("inf")]
     counts = itertools.accumulate(rng.choice([0, 0, 1, 3, 8]) for _ in bounds)
     return rng.choice([0, 0.25, 0.5, 0.95, 1]), list(zip(bounds, counts))
 

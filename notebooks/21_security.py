@@ -6,8 +6,8 @@
 # **Question.** A model server runs for hours on the most expensive machine of the house, takes programs from strangers (grammars, templates, regular expressions), and shares one cache among all of them. What can a client
 # learn, break or hold up, and what stops it?
 #
-# You attack a server of your own in nine ways. Each is the kind of attack behind a published vulnerability of vLLM: they are named, because they show which mistakes good engineers make here. All of those are
-# fixed in vLLM; the numbers say where.
+# You attack a server of your own in eight ways. Behind most of them stands a published vulnerability of vLLM. They are named because they show which mistakes good engineers make here; all are fixed by now, or were
+# in parts that are gone.
 #
 # | part | here | vLLM |
 # |---|---|---|
@@ -29,7 +29,6 @@ import socket
 import stat
 import string
 import tempfile
-import time
 from pathlib import Path
 from urllib.parse import urlsplit
 

@@ -1,7 +1,7 @@
 """Make the notebooks: execute each source (jupytext `py:percent`) and write the .ipynb beside it, with its outputs.
 
-`python notebooks/build.py` makes all, `python notebooks/build.py 00 05` makes some. `make notebooks-build` runs this. The glossary's
-page and the lines of the map's links are made each time; `python notebooks/build.py MAP` makes nothing else. With `--slides` nothing is
+`python notebooks/build.py` makes all, `python notebooks/build.py 00 05` makes some. `make notebooks-build` runs this. The pages of
+the glossary and of the questions, and the lines of the map's links, are made each time; `python notebooks/build.py MAP` makes nothing else. With `--slides` nothing is
 executed: slides are made of what has been built (`make slides`).
 
 A source begins with a markdown cell whose first line is the title; the set-up cell is added after it. A notebook in which a claim does
@@ -22,6 +22,7 @@ import glossary
 import jupytext
 import map_lines
 import nbformat
+import questions
 import slides
 from lab import NOT_HERE
 from nbclient import NotebookClient
@@ -147,6 +148,7 @@ def main() -> None:
                 print(os.path.relpath(slides.write(path)))
         return
     glossary.PAGE.write_text(glossary.page(), encoding="utf-8")
+    questions.PAGE.write_text(questions.page(), encoding="utf-8")
     map_lines.write()
     os.environ["PYTHONHASHSEED"] = "0"  # the same outputs each time
     for path in sources():

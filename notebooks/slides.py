@@ -65,15 +65,19 @@ addEventListener("keydown", event => {{ const by = {{ArrowRight: 1, PageDown: 1,
 def slides(notebook: NotebookNode) -> list[str]:
     """The body of each slide, in order. Reads a built notebook."""
     made: list[list[str]] = []
+    asked = False  # what follows a question is the answer
     for cell in notebook.cells[:1] + notebook.cells[2:]:  # the set-up cell shows nothing
         tags = cell.metadata.get("tags", [])
         if cell.cell_type == "markdown":
             for piece in _HEADING.split(cell.source):
                 if piece.strip():
-                    if not made or piece.startswith("#") or {"predict", "exercise"} & set(tags):
+                    if not made or asked or piece.startswith("#") or {"predict", "exercise"} & set(tags):
                         made.append([])
+                    asked = "predict" in tags
                     made[-1].append(_links(_MARKDOWN.render(piece)))
         elif "predict" not in tags:
+            made += [[]] if asked else []
+            asked = False
             made[-1] += _code(cell)
     return ["\n".join(parts) for parts in made]
 
