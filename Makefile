@@ -13,7 +13,7 @@ DEV    := .venv/.dev
 unexport PYTHONDONTWRITEBYTECODE
 INSTALL := PIP_NO_COMPILE=1 $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: serve test venv lint bench race recordings notebooks notebooks-build clean
+.PHONY: serve test venv lint bench race recordings notebooks notebooks-build slides clean
 
 serve: $(SERVE)  ## serve MODEL on HOST:PORT; ARGS are further flags of `serve`
 	exec $(BIN)/python -m stage02_server serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
@@ -42,6 +42,9 @@ notebooks: .venv/.notebooks  ## JupyterLab on the first notebook; ARGS goes to i
 
 notebooks-build: $(DEV)  ## execute the notebooks' sources and write the .ipynb files; ARGS names some of them, e.g. 00
 	$(BIN)/python notebooks/build.py $(ARGS)
+
+slides: $(DEV)  ## slides of the built notebooks, one HTML file each in notebooks/slides; ARGS names some of them, e.g. 00
+	$(BIN)/python notebooks/build.py --slides $(ARGS)
 
 recordings: $(DEV)  ## make trace/recorded/ again; ARGS are names of runs
 	$(BIN)/python trace/record.py $(ARGS)

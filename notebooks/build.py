@@ -1,7 +1,8 @@
 """Make the notebooks: execute each source (jupytext `py:percent`) and write the .ipynb beside it, with its outputs.
 
-`python notebooks/build.py` makes all, `python notebooks/build.py 00 05` makes some. `make notebooks-build` runs this. The glossary's
-page and the lines of the map's links are made each time; `python notebooks/build.py MAP` makes nothing else.
+`python notebooks/build.py` makes all, `python notebooks/build.py 00 05` makes some. `make notebooks-build` runs this. The pages of
+the glossary and of the questions, and the lines of the map's links, are made each time; `python notebooks/build.py MAP` makes nothing else. With `--slides` nothing is
+executed: slides are made of what has been built (`make slides`).
 
 A source begins with a markdown cell whose first line is the title; the set-up cell is added after it. A notebook in which a claim does
 not hold is not written. What may change from run to run, beyond what the cells print, is left out: cell ids count up, there are
@@ -21,6 +22,8 @@ import glossary
 import jupytext
 import map_lines
 import nbformat
+import questions
+import slides
 from lab import NOT_HERE
 from nbclient import NotebookClient
 from nbformat import NotebookNode
@@ -157,8 +160,18 @@ def main() -> None:
     """Build the notebooks whose names begin with one of the arguments, or all."""
     parser = argparse.ArgumentParser(description="Execute the notebooks' sources and write the .ipynb files.")
     parser.add_argument("names", nargs="*", metavar="NN", help="beginnings of names; all if not given")
-    names = parser.parse_args().names
+    parser.add_argument(
+        "--slides", action="store_true", help="make slides/NN_name.html of the built notebooks, and execute nothing"
+    )
+    given = parser.parse_args()
+    names = given.names
+    if given.slides:
+        for path in sources():
+            if not names or path.name.startswith(tuple(names)):
+                print(os.path.relpath(slides.write(path)))
+        return
     glossary.PAGE.write_text(glossary.page(), encoding="utf-8")
+    questions.PAGE.write_text(questions.page(), encoding="utf-8")
     map_lines.write()
     os.environ["PYTHONHASHSEED"] = "0"  # the same outputs each time
     for path in sources():

@@ -216,4 +216,39 @@ def my_gather(pool, table, length):
 """,
         "it takes the blocks in the order of memory",
     ),
+    "18_metrics": Answer(
+        "quantile = alarms.quantile",
+        """
+def quantile(q, buckets):
+    finite = [(high, upto) for high, upto in buckets if not math.isinf(high)]
+    return alarms.quantile(q, [*finite, (math.inf, finite[-1][1])])
+""",
+        "what is beyond the last finite bound is left out",
+    ),
+    "19_lifecycle": Answer(
+        "probe = real_probe",
+        """
+def probe(ready, errored, draining, ended, path):
+    state, refused = real_probe(ready, errored, draining, ended, path)
+    return ("starting" if not ready and ended is None else state), refused
+""",
+        "an engine that died before it was ready is still awaited",
+    ),
+    "20_structured_output": Answer(
+        "choice_mask = real_mask",
+        """
+def choice_mask(choices, so_far, tokens, end):
+    open_ones = [choice for choice in choices if choice != so_far]
+    return real_mask(open_ones, so_far, tokens, end) if any(c.startswith(so_far) for c in open_ones) else b""
+""",
+        "where the text is a choice already, the end is not allowed",
+    ),
+    "21_security": Answer(
+        "guard = real_guard",
+        """
+def guard(header, keys, target):
+    return real_guard(header, keys, target)[0], "".join(c if ord(c) > 31 else repr(c)[1:-1] for c in target)
+""",
+        "only the old control characters are escaped",
+    ),
 }

@@ -157,6 +157,19 @@ def test_a_taken_port_is_one_line_and_exit_code_2(
     assert port in line and "--port" in line
 
 
+def test_the_next_server_may_have_the_port_at_once(start_server: StartServer) -> None:
+    """Also when the old one has closed a connection whose client still holds it: the system then remembers the port for a minute."""
+    server = start_server(*ECHO)
+    url = httpx.URL(server.wait_until_ready())
+    with socket.create_connection((url.host, url.port)) as client:
+        client.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        assert client.recv(99).startswith(b"HTTP/1.1 200")
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait() == 0
+        again = start_server(*ECHO[:-1], str(url.port))
+        assert httpx.URL(again.wait_until_ready()).port == url.port
+
+
 @pytest.mark.parametrize(("flag", "value"), [("--host", "no-such-host.invalid"), ("--host", "203.0.113.7")])
 def test_an_impossible_address_is_one_line_and_exit_code_2(start_server: StartServer, flag: str, value: str) -> None:
     server = start_server(*ECHO, flag, value)
