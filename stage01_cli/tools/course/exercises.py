@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import tomllib
 from dataclasses import dataclass, field
 from functools import cache
@@ -46,7 +47,7 @@ def _serving(values: dict[str, Any]) -> Serving:
     """Raises ValueError for a count that nobody counts."""
     if unknown := [name for name in values.get("exercises", {}) if name not in COUNTS]:
         raise ValueError(f"[serve.exercises] counts {unknown[0]}, which course/exercised.py does not know")
-    return Serving(**values | {"flags": tuple(values.get("flags", ())), "load": asks(values.get("load", []))})
+    return Serving(**values | {"flags": tuple(values.get("flags", ())), "load": asks(values["load"])})
 
 
 @dataclass(frozen=True)
@@ -136,3 +137,9 @@ def in_project(path: Path) -> str:
     """A path as a reader at the project's root writes it."""
     path = path.resolve()
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
+
+
+def next_line(verb: str, exercise: Exercise, work: Path) -> str:
+    """What the reader types next: `stages course check 5`, with the folder, if it is not the usual one."""
+    more = "" if work.resolve() == WORK else f" --work {shlex.quote(str(work))}"
+    return f"stages course {verb} {exercise.number}{more}"

@@ -95,7 +95,9 @@ class Answer:
     events: int = 0  # of the stream
 
     def __str__(self) -> str:
-        return f"{self.text!r} ({self.ended})"
+        number = len(self.token_ids)
+        tokens = f", {number} token{'s' * (number != 1)}" if number else ""
+        return f"{self.text!r} ({self.ended}{tokens})"
 
 
 def ask_all(server: OwnServer, load: tuple[Ask, ...]) -> dict[str, Answer]:

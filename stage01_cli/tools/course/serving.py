@@ -37,6 +37,7 @@ LOAD = "STAGES_LOAD"
 MARK = "[course]"
 ALWAYS = ("--num-gpu-blocks-override", "64", "--prefix-caching-hash-seed", "recorded", "--trace-prompts")
 """Flags of every server here: the same load then leads to the same decisions. Those of an exercise come after them."""
+RECORDED = ROOT / "trace" / "recorded"
 WIDTH = 100
 CLIENTS, ROUNDS, TOKENS = 4, 5, 32
 
@@ -152,7 +153,8 @@ def served(exercise: Exercise, solution: Path, work: Path) -> bool:
     right = record(exercise, None, work / f"{exercise.name}.reference.trace")
     print(f"A = the reference ({in_project(right.trace)}), B = yours ({in_project(own.trace)})")
     found = exercised(own.trace, load, own.answers)
-    print("\n".join(textwrap.wrap(f"exercised: {in_words(found)}", 120, subsequent_indent="  ", break_on_hyphens=False)))
+    shown = {name: found.get(name, 0) for name in exercise.serve.exercises}
+    print(textwrap.fill(f"exercised: {in_words(shown)}", 120, subsequent_indent="  ", break_on_hyphens=False))
     same = True
     for line in differences(exercise, right, own):
         same = False
