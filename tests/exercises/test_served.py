@@ -78,7 +78,7 @@ from stage04_kernels.sampler import (
 def sample(logits, metadata, backend="torch"):
     output = reference(logits, metadata, backend)
     greedy = [row for row in range(len(logits)) if row not in metadata.random_rows]
-    output.token_ids[greedy] = logits[greedy].argmax(dim=-1)
+    output.sampled_token_ids[greedy] = logits[greedy].argmax(dim=-1)
     return output
 ''',
     "exchanges_sixteen_rows": '''

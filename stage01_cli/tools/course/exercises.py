@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from stage01_cli.tools.course.exercised import COUNTS
-from stage01_cli.tools.course.exercised import COUNTS
 from stage01_cli.tools.course.load import Ask, asks
 from stage03_engine.errors import ConfigError
 
