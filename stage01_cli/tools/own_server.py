@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -67,7 +67,7 @@ class OwnServer:
         except httpx.HTTPError as error:
             raise self.died(error) from error
 
-    def events(self, body: Mapping[str, Any], request_id: str) -> Iterator[dict[str, Any]]:
+    def events(self, body: Mapping[str, Any], request_id: str) -> Generator[dict[str, Any], None, None]:
         """The chunks of a streamed completion. Raises EngineStartError if it ends with an error, or in the middle."""
         for data in self.stream(body, request_id):
             if data == "[DONE]":

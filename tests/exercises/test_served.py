@@ -21,7 +21,7 @@ PLANTED = {
     2: ("drops_what_is_broken", "the answer to r2 differs"),
     3: ("waits_in_line", "waited in vain for the abort"),
     4: ("the_salt_is_not_hashed", "sched.prefix_hit r2"),
-    5: ("newcomers_have_a_budget_of_their_own", "step 1 is the first that differs"),
+    5: ("newcomers_have_a_budget_of_their_own", "tokens are more than the budget of 16"),
     6: ("causal_from_the_top", "the answer to r0 differs"),
     7: ("position_in_the_step", "the answer to r0 differs"),
     8: ("rescales_only_total", "the answer to r0 differs"),

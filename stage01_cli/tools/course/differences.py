@@ -26,7 +26,12 @@ def settings_of(trace: Path) -> dict[str, str]:
     """Each setting that is not a default, with its source."""
     for event in Recording(trace):
         if event.name == "config.resolved":
-            return {name: where for name, where in event.args["settings"].items() if name not in _OUR_OWN}
+            folder = f"({trace.parent}/"  # of the config file
+            return {
+                name: where.replace(folder, "(")
+                for name, where in event.args["settings"].items()
+                if name not in _OUR_OWN
+            }
     return {}
 
 
@@ -73,12 +78,12 @@ def _of_step(lane: Lane, right: Path, own: Path) -> Iterator[str]:
         concerned += [plain(fact.req) for fact in different if fact.req]
     if facts[0] != facts[1] and not concerned and all(fact in facts[1] for fact in facts[0]):
         yield "  both do the same, in another order"
-    for label, trace, side in zip("AB", (right, own), sides):
+    first = next(iter(concerned), None)
+    why = [list(_why(trace, first, number)) if side and first else [] for trace, side in zip((right, own), sides)]
+    for label, side, mine, other in zip("AB", sides, why, reversed(why)):
         if side is None:
             yield f"  {label} has ended before"
-            continue
-        for name in list(dict.fromkeys(concerned))[:1]:
-            yield from (f"  why in {label}, {name}: {line}" for line in _why(trace, name, number))
+        yield from (f"  why in {label}, {first}: {line}" for line in mine if line not in other)
 
 
 def _why(trace: Path, name: str, number: int) -> Iterator[str]:

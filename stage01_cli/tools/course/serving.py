@@ -25,7 +25,7 @@ from stage01_cli.tools.course.exercises import ROOT, Exercise, in_project
 from stage01_cli.tools.course.load import Answer, ask_all, for_the_engine
 from stage01_cli.tools.course.own import open_names
 from stage01_cli.tools.own_server import OwnServer, own_server
-from stage03_engine.errors import ConfigError
+from stage03_engine.errors import ConfigError, EngineStartError
 from stagetrace import read_run
 from stagetrace.check.difference import compare
 from stagetrace.check.invariants import check
@@ -39,6 +39,7 @@ ALWAYS = ("--num-gpu-blocks-override", "64", "--prefix-caching-hash-seed", "reco
 """Flags of every server here: the same load then leads to the same decisions. Those of an exercise come after them."""
 RECORDED = ROOT / "trace" / "recorded"
 WIDTH = 100
+RULES = 2  # broken ones that are shown
 CLIENTS, ROUNDS, TOKENS = 4, 5, 32
 
 
@@ -128,10 +129,25 @@ def record(exercise: Exercise, solution: Path | None, folder: Path) -> Run:
     if serve.config:
         config.write_text(json.dumps(serve.config), encoding="utf-8")  # JSON is YAML
         flags += ["--config", str(config)]
-    environment = {LOAD: for_the_engine(serve.load, serve.together)}
-    with serving(exercise, solution, *flags, environment=environment) as server:
-        answers = ask_all(server, serve.load)
+    environment, log = {LOAD: for_the_engine(serve.load, serve.together)}, list[str]()
+    try:
+        with serving(exercise, solution, *flags, environment=environment) as server:
+            log = server.log
+            answers = ask_all(server, serve.load)
+    except EngineStartError as error:
+        raise EngineStartError(in_short(str(error).splitlines(), log, solution)) from error
     return Run(folder, answers, [line for line in server.log if line.startswith(MARK)])
+
+
+def in_short(said: list[str], log: list[str], solution: Path | None) -> str:
+    """Why a server did not start or died: in a line, with the line of the part where it happened, if the log or the error shows one."""
+    first, *others = [line for line in said if not line.startswith(MARK)]
+    where = ""
+    if solution is not None:
+        mark = f'File "{solution.resolve()}", line '
+        places = [line.partition(mark)[2].partition(",")[0] for line in [*said, *log] if mark in line]
+        where = "".join(f" ({in_project(solution)}, line {place})" for place in places[-1:])
+    return " ".join([first, *others[-1:]]) + where
 
 
 def served(exercise: Exercise, solution: Path, work: Path) -> bool:
@@ -187,10 +203,14 @@ def differences(exercise: Exercise, right: Run, own: Run) -> Iterator[str]:
     """What differs, the first of each kind; nothing if nothing does."""
     yield from own.in_vain
     yield from of_settings(right.trace, own.trace)
-    if exercise.serve.compare == "answers":
-        yield from (f"your trace breaks a rule: {plain(str(each))}" for each in check(own.trace).findings)
-    else:
-        yield from of_decisions(compare(right.trace, own.trace), right.trace, own.trace)
+    found = (
+        []
+        if exercise.serve.compare == "answers"
+        else list(of_decisions(compare(right.trace, own.trace), right.trace, own.trace))
+    )
+    yield from found
+    if found or exercise.serve.compare == "answers":
+        yield from (f"your trace breaks a rule: {plain(str(each))}" for each in check(own.trace).findings[:RULES])
     yield from of_answers(right.answers, own.answers)
 
 
