@@ -22,7 +22,7 @@ PLANTED = {
     3: ("waits_in_line", "waited in vain for the abort"),
     4: ("the_salt_is_not_hashed", "sched.prefix_hit r2"),
     5: ("newcomers_have_a_budget_of_their_own", "tokens are more than the budget of 16"),
-    6: ("causal_from_the_top", "the answer to r0 differs"),
+    6: ("chunks_forget_what_came_before", "the answer to r0 differs"),
     7: ("position_in_the_step", "the answer to r0 differs"),
     8: ("rescales_only_total", "the answer to r0 differs"),
     9: ("greedy_rows_skip_penalties", "the answer to r1 differs"),
@@ -66,6 +66,29 @@ from stage03_engine.core.scheduler import Scheduler as Reference
 class Scheduler(Reference):
     def _schedule_waiting(self, output, budget):
         super()._schedule_waiting(output, self.config.max_num_batched_tokens)
+''',
+    "chunks_forget_what_came_before": '''
+"""The tokens of a prompt see each other, and those of the answer see all."""
+from itertools import pairwise
+
+import torch.nn.functional as F
+
+from stage04_kernels.backends.reference import gather_context
+from stage04_kernels.paged_attention import paged_attention_torch as reference, write_kv, write_then_attend
+
+
+def paged_attention_torch(query, kv_cache, metadata, scale, window=None):
+    result = reference(query, kv_cache, metadata, scale, window)
+    for r, (start, end) in enumerate(pairwise(metadata.query_start_loc_cpu)):
+        if end - start > 1:
+            blocks, context = metadata.block_table[r].tolist(), metadata.seq_lens_cpu[r]
+            k, v = (gather_context(half, blocks, context)[start - end :].transpose(0, 1) for half in kv_cache)
+            q = query[start:end].transpose(0, 1)
+            result[start:end] = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(0, 1)
+    return result
+
+
+torch_attention = write_then_attend(write_kv, paged_attention_torch)
 ''',
     "greedy_rows_skip_penalties": '''
 """Greedy means the largest logit of the model."""

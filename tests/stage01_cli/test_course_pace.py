@@ -117,4 +117,6 @@ def test_every_exercise_says_what_its_load_must_exercise() -> None:
         serve = exercise.serve
         assert len(serve.load) >= 2 and len(serve.exercises) >= 3, exercise.name
         assert all(number > 0 for number in serve.exercises.values())
-        assert all(ask.stopped for ask in serve.load if "stops" in serve.exercises and ask.body.get("stop")), exercise.name
+        assert all(ask.stopped for ask in serve.load if "stops" in serve.exercises and ask.body.get("stop")), (
+            exercise.name
+        )
