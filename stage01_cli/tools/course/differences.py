@@ -80,10 +80,10 @@ def _of_step(lane: Lane, right: Path, own: Path) -> Iterator[str]:
         yield "  both do the same, in another order"
     first = next(iter(concerned), None)
     why = [list(_why(trace, first, number)) if side and first else [] for trace, side in zip((right, own), sides)]
-    for label, side, mine, other in zip("AB", sides, why, reversed(why)):
+    for label, side, reasons, others in zip("AB", sides, why, reversed(why)):
         if side is None:
             yield f"  {label} has ended before"
-        yield from (f"  why in {label}, {first}: {line}" for line in mine if line not in other)
+        yield from (f"  why in {label}, {first}: {line}" for line in reasons if line not in others)
 
 
 def _why(trace: Path, name: str, number: int) -> Iterator[str]:
