@@ -144,9 +144,12 @@ def in_short(said: list[str], log: list[str], solution: Path | None) -> str:
     first, *others = [line for line in said if not line.startswith(MARK)]
     where = ""
     if solution is not None:
-        mark = f'File "{solution.resolve()}", line '
-        places = [line.partition(mark)[2].partition(",")[0] for line in [*said, *log] if mark in line]
-        where = "".join(f" ({in_project(solution)}, line {place})" for place in places[-1:])
+        mark, lines = f'File "{solution.resolve()}", line ', [*said, *log]
+        for number, line in enumerate(lines):
+            if mark in line:
+                place = line.partition(mark)[2].partition(",")[0]
+                raised = next((each for each in lines[number + 1 :] if each and not each[0].isspace()), "")
+                where = f": {raised} ({in_project(solution)}, line {place})"
     return " ".join([first, *others[-1:]]) + where
 
 
