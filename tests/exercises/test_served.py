@@ -27,7 +27,7 @@ PLANTED = {
     8: ("rescales_only_total", "the answer to r0 differs"),
     9: ("greedy_rows_skip_penalties", "the answer to r1 differs"),
     10: ("replaces_deltas", "the answer to r0 differs"),
-    11: ("forgets_the_bonus_position", "step 2 is the first that differs"),
+    11: ("forgets_the_bonus_position", "is the first that differs"),
     12: ("budget_for_each_queue", "your trace breaks a rule"),
     13: ("arrival_is_admission", "Finding(rule='order'"),
     14: ("exchanges_sixteen_rows", "the answer to r0 differs"),
