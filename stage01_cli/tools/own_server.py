@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -67,16 +67,21 @@ class OwnServer:
         except httpx.HTTPError as error:
             raise self.died(error) from error
 
-    def complete(self, body: Mapping[str, Any], request_id: str) -> Iterator[str]:
-        """The text of a streamed completion, piece by piece. Raises EngineStartError if it ends with an error, or in the middle."""
+    def events(self, body: Mapping[str, Any], request_id: str) -> Generator[dict[str, Any], None, None]:
+        """The chunks of a streamed completion. Raises EngineStartError if it ends with an error, or in the middle."""
         for data in self.stream(body, request_id):
             if data == "[DONE]":
                 return
             chunk = json.loads(data)
             if "error" in chunk:
                 raise EngineStartError(f"the answer ended with an error: {chunk['error'].get('message')}")
-            yield from (choice["text"] for choice in chunk["choices"])
+            yield chunk
         raise self.died(EOFError())
+
+    def complete(self, body: Mapping[str, Any], request_id: str) -> Iterator[str]:
+        """The text of a streamed completion, piece by piece. Raises as `events` does."""
+        for chunk in self.events(body, request_id):
+            yield from (choice["text"] for choice in chunk["choices"])
 
     def died(self, error: Exception) -> EngineStartError:
         """What to raise when the connection broke: with how the server's process ended."""

@@ -1,5 +1,6 @@
 """Every exercise's part, loaded through the student's door from a file of its own, serves streaming HTTP, and its trace is the
-reference's. Exercises share a server: all of their parts and flags are in it at once, and it gets the request of each."""
+reference's. Exercises share a server: all of their parts and flags are in it at once, and it gets a request of each, one after the other.
+Their loads are served in test_served.py."""
 
 from __future__ import annotations
 
@@ -10,13 +11,13 @@ import pytest
 from judging import named, reference
 
 from stage01_cli.tools.course import serving
+from stage01_cli.tools.course.differences import of_decisions
 from stage01_cli.tools.course.exercises import Exercise, exercises
 from stage01_cli.tools.own_server import own_server
 from stagetrace.check.difference import compare
 
 SHARED = ((1, 2, 3, 5, 6, 9, 10, 13, 15), (7, 12), (11, 8), (14, 4))
-"""Exercises that share a server: their parts replace different things, and no flag of one gainsays another's. Where `serve` compares with a
-recorded run, its exercises come first: until that run ends, the server must do the same."""
+"""Exercises that share a server: their parts replace different things. Of flags that gainsay each other the last one counts."""
 PASSED_ON = "from {module} import {name} as _reference\n\n\nclass {name}(_reference):\n    pass\n"
 TAKEN = "from {module} import {name}\n"
 
@@ -42,7 +43,8 @@ def served(group: list[Exercise], solutions: dict[str, Path], trace: Path) -> tu
     files = {each.name: serving.behind_the_door(each, solutions.get(each.name)) for each in group}
     parts = [part for each in group if (file := files[each.name]) for part in serving.parts_of(each, file)]
     flags = [serving.flags_of(each, solutions.get(each.name)) for each in group]
-    requests = {repr(body): body for body in map(serving.request, group)}
+    bodies = [next(ask.sent() for ask in each.serve.load if ask.for_engine) | {"max_tokens": 8} for each in group]
+    requests = {repr(body): body for body in bodies}
     with own_server("gpt2-tiny", [*chain(*flags), "--trace", str(trace)], serving.door(parts)) as server:
         answers = ["".join(server.complete(body, f"r{n}")) for n, body in enumerate(requests.values())]
     return answers, "\n".join(server.log), parts
@@ -59,13 +61,8 @@ def test_the_parts_serve_and_decide_as_the_reference(numbers: tuple[int, ...], t
     answers, said, parts = served(group, solutions, own)
     for module, name, file in parts:
         assert f"{serving.MARK} {module}.{name} is now the one in {file}" in said
-    for recorded in {each.serve.recorded for each in group} - {""}:
-        result = compare(str(serving.RECORDED / recorded), str(own))
-        goes_on = [*result.steps.values(), *result.requests.values()]
-        assert all(lane.a is None for lane in goes_on), "\n".join(serving.differences(result, own))
-    if not all(each.serve.recorded for each in group):
-        expected, _, _ = served(group, {}, right)
-        assert answers == expected
-        result = compare(str(right), str(own))
-        assert result.same, "\n".join(serving.differences(result, own))
+    expected, _, _ = served(group, {}, right)
+    assert answers == expected
+    result = compare(right, own)
+    assert result.same, "\n".join(of_decisions(result, right, own))
     assert all(serving.finds_nothing(each, solutions[each.name], own) for each in group)

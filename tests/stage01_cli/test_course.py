@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ from patience import PATIENCE, wait_until
 
 import stage01_cli.tools.course as course
 from stage01_cli.main import main
-from stage01_cli.tools.course import calls, serving, verdict
+from stage01_cli.tools.course import calls, own, serving, verdict
 from stage01_cli.tools.course.exercises import JUDGES, exercises, find
 from stage03_engine.errors import ConfigError, StagesError
 
@@ -45,12 +46,12 @@ def stages(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
 def test_from_the_starter_to_a_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     work = ["--work", str(tmp_path / "work")]
     code, said = stages(capsys, "start", "5", *work)
-    assert code == 0 and "stages course check 5" in said
+    assert code == 0 and f"stages course check 5 --work {tmp_path / 'work'}" in said
     code, said = stages(capsys, "check", "scheduler", *work)
     assert code == 1 and "not yet written: " in said and "ex05_scheduler.py, line" in said
     write(tmp_path / "work", WRITTEN + "    pass\n")
     code, said = stages(capsys, "check", "ex05", *work)
-    assert code == 0 and "passed (" in said
+    assert code == 0 and "passed (" in said and f"stages course serve 5 --work {tmp_path / 'work'}" in said
     for number in (1, 2, 3, 3):
         code, said = stages(capsys, "hint", "5", *work)
         assert said.count("hint ") == number and ("no more hints" in said) == (number == 3)
@@ -84,6 +85,55 @@ def test_a_verdict_says_how_far_it_went(tmp_path: Path) -> None:
         found = verdict.read(verdicts, tmp_path / "stack.txt", tmp_path, 60)
         assert found is not None
         assert verdict.report(SCHEDULER, SCHEDULER.solution(tmp_path), found).splitlines()[0].endswith(said)
+
+
+def test_a_verdict_counts_the_parts_that_are_written(tmp_path: Path) -> None:
+    found, stub = verdict.Verdict("unwritten", "not yet written: f"), "raise NotImplementedError"
+    starter = SCHEDULER.starter.read_text()
+    names = own.open_names(SCHEDULER)
+    for done in range(3):
+        path = write(tmp_path, starter.replace(stub, "return None", done))
+        said = verdict.report(SCHEDULER, path, found).splitlines()[0]
+        assert said.endswith(f"; {done} of {len(names)} parts written)")
+    path = write(tmp_path, WRITTEN + "    pass\n")
+    assert "parts written" not in verdict.report(SCHEDULER, path, found)
+    path = write(tmp_path, "def f(:")
+    assert "parts written" not in verdict.report(SCHEDULER, path, found)
+
+
+NO_SERVER = "a server was started"
+
+
+@pytest.mark.parametrize("number", exercises())
+def test_what_is_not_written_is_sent_to_check_before_a_server_starts(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(serving, "own_server", lambda *arguments: pytest.fail(NO_SERVER))
+    exercise, work = find(number), ["--work", str(tmp_path)]
+    way = f"stages course check {number} --work {tmp_path}"
+    course.start(number, tmp_path)
+    capsys.readouterr()
+    code, said = stages(capsys, "serve", str(number), *work)
+    assert code == 2 and len(said.splitlines()) == 1 and way in said and own.open_names(exercise)[0] in said
+    last = own.open_names(exercise)[-1]  # half of it is written
+    tree = ast.parse(pasted(exercise))
+    function = own.definitions(tree).find(last)
+    assert function is not None
+    function.body += ast.parse("if function is None:\n    raise NotImplementedError").body
+    exercise.solution(tmp_path).write_text(ast.unparse(ast.fix_missing_locations(tree)))
+    code, said = stages(capsys, "serve", str(number), *work)
+    assert code == 2 and len(said.splitlines()) == 1 and way in said and last in said
+
+
+def test_a_file_that_inherits_everything_hears_of_the_first_and_how_many_more(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exercise = find(3)
+    lines = [f"from {where.partition(':')[0]} import {name}" for name, where in exercise.parts.items()]
+    exercise.solution(tmp_path).write_text("\n".join(lines) + "\n")
+    code, said = stages(capsys, "serve", "3", "--work", str(tmp_path))
+    [line] = said.splitlines()
+    assert code == 2 and line.count("Write ") == 1 and "more of this kind; `stages course check 3 --work " in line
 
 
 def test_a_comparison_says_how_much_the_rounds_differ(
@@ -216,9 +266,9 @@ def test_a_flag_may_name_the_module_of_a_part(tmp_path: Path) -> None:
 
 def test_a_check_of_ones_own_looks_at_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     hunt = find(13)
-    own = hunt.folder / "reference.py"
-    assert serving.finds_nothing(hunt, own, serving.RECORDED / "one_request")
-    assert not serving.finds_nothing(hunt, own, serving.RECORDED / "bug_leak")
+    file = hunt.folder / "reference.py"
+    assert serving.finds_nothing(hunt, file, serving.RECORDED / "one_request")
+    assert not serving.finds_nothing(hunt, file, serving.RECORDED / "bug_leak")
     healthy, broken = capsys.readouterr().out.splitlines()
     assert "nothing found" in healthy and "Finding(" in broken
 
@@ -226,10 +276,10 @@ def test_a_check_of_ones_own_looks_at_the_run(capsys: pytest.CaptureFixture[str]
 def test_a_check_of_ones_own_that_raises_is_one_sentence(tmp_path: Path) -> None:
     hunt = find(13)
     for text, said in (("def find_bug(:\n", "SyntaxError"), ("", "AttributeError"), ("1 / 0\n", "ex13.*, line 1")):
-        own = hunt.solution(tmp_path)
-        own.write_text(text)
+        file = hunt.solution(tmp_path)
+        file.write_text(text)
         with pytest.raises(ConfigError, match=said):
-            serving.finds_nothing(hunt, own, serving.RECORDED / "one_request")
+            serving.finds_nothing(hunt, file, serving.RECORDED / "one_request")
 
 
 def test_the_door_leaves_another_sitecustomize_alone(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from stage01_cli.tools.course import table
-from stage01_cli.tools.course.exercises import ROOT, WORK, Exercise, exercises, find, in_project
+from stage01_cli.tools.course.exercises import ROOT, WORK, Exercise, exercises, find, in_project, next_line
 from stage03_engine.errors import ConfigError
 
 POLL_SECONDS = 0.5
@@ -55,7 +55,7 @@ def start(what: str | int, work: Path = WORK, again: bool = False) -> Path:
     print(f"exercise {exercise.number}, {exercise.title.lower()}: {exercise.goal}")
     print(f"read   {in_project(exercise.folder / 'README.md')}")
     print(f"write  {in_project(solution)}")
-    print(f"then   stages course check {exercise.number}")
+    print(f"then   {next_line('check', exercise, work)}")
     return solution
 
 
@@ -79,7 +79,7 @@ def check(what: str | int, work: Path = WORK) -> bool:
 def _own(exercise: Exercise, work: Path) -> Path:
     solution = exercise.solution(work)
     if not solution.is_file():
-        raise ConfigError(f"{in_project(solution)} is not there; `stages course start {exercise.number}` makes it")
+        raise ConfigError(f"{in_project(solution)} is not there; `{next_line('start', exercise, work)}` makes it")
     return solution
 
 
@@ -87,18 +87,18 @@ def _finished(exercise: Exercise, work: Path) -> Path:
     """The file of somebody who wants it to serve. Raises ConfigError, in one line, for one that is not written, or not their own."""
     from stage01_cli.tools.course.own import problem, unwritten
 
-    solution, number = _own(exercise, work), exercise.number
+    solution, way = _own(exercise, work), next_line("check", exercise, work)
     try:
         missing = unwritten(exercise, solution)
     except SyntaxError as error:
         raise ConfigError(f"{in_project(solution)}, line {error.lineno}: {error.msg}") from error
     if found := problem(exercise, solution):
-        raise ConfigError(f"{in_project(solution)}: {' '.join(found[1].splitlines())}")
+        first, *others = found[1].splitlines()
+        more = f" ({len(others)} more of this kind; `{way}` names all)" * bool(others)
+        raise ConfigError(f"{in_project(solution)}: {first}{more}")
     if missing:
         more = f", and neither is the rest ({len(missing) - 1})" * (len(missing) > 1)
-        raise ConfigError(
-            f"{in_project(solution)}: {missing[0]} is not written yet{more}; `stages course check {number}` leads you through"
-        )
+        raise ConfigError(f"{in_project(solution)}: {missing[0]} is not written yet{more}; `{way}` leads you through")
     return solution
 
 
@@ -151,7 +151,8 @@ def progress(work: Path = WORK) -> None:
 
 
 def serve(what: str | int, work: Path = WORK) -> bool:
-    """The real server with your part, one request, its trace beside the reference's; True if there is no difference."""
+    """The real server with your part, a load that puts it to the test, and its trace beside the reference's. True if the load did so and there is
+    no difference."""
     from stage01_cli.tools.course.serving import served
 
     exercise = find(what)

@@ -15,7 +15,10 @@ WITH_NUMBER: dict[str, tuple[Callable[..., object], str]] = {
     "start": (course.start, "copy the starter of an exercise into work/"),
     "check": (course.check, "judge your file; the exit code is 1 until it passes"),
     "hint": (course.hint, "one more hint"),
-    "serve": (course.serve, "the real server with your part: one request, its trace beside the reference's"),
+    "serve": (
+        course.serve,
+        "the real server with your part: a load that puts it to the test, its trace beside the reference's",
+    ),
     "compare": (course.compare, "your part and the reference: speed and trace"),
 }
 WITHOUT: dict[str, tuple[Callable[..., object], str]] = {

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import shlex
 import tomllib
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from stage01_cli.tools.course.exercised import COUNTS
+from stage01_cli.tools.course.load import Ask, asks
 from stage03_engine.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -20,18 +23,30 @@ WORK = ROOT / "work"
 
 @dataclass(frozen=True)
 class Serving:
-    """How the real server is started with the reader's part, and what it is asked.
+    """How the real server is started with the reader's part, what it is asked, and what that must exercise.
 
-    `recorded` names a run of trace/recorded whose server had the same `flags`; without one the reference is run beside it.
+    load        the requests: rows of `[[serve.load]]`, see load.py
+    exercises   names of exercised.COUNTS, and how many of each a run must show at least, or it proves nothing
+    together    the front end hears of so many steps of the engine at once, as a slow one does
+    compare     "decisions" (and answers), or only "answers" where decisions are the reader's own
     """
 
     flags: tuple[str, ...] = ()
-    recorded: str = ""
-    prompt: str = "ROMEO:"
-    max_tokens: int = 8
-    request: dict[str, Any] = field(default_factory=dict)  # more fields of the request
+    environment: dict[str, str] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)  # of a --config file
+    load: tuple[Ask, ...] = ()
+    exercises: dict[str, int] = field(default_factory=dict)
+    together: int = 1
+    compare: str = "decisions"
     prepare: str = ""  # module:function, called with the path of the part; gives further flags
     after: str = ""  # a function of the reader's file: it is given the run's events, and must find nothing
+
+
+def _serving(values: dict[str, Any]) -> Serving:
+    """Raises ValueError for a count that nobody counts."""
+    if unknown := [name for name in values.get("exercises", {}) if name not in COUNTS]:
+        raise ValueError(f"[serve.exercises] counts {unknown[0]}, which course/exercised.py does not know")
+    return Serving(**values | {"flags": tuple(values.get("flags", ())), "load": asks(values["load"])})
 
 
 @dataclass(frozen=True)
@@ -101,9 +116,9 @@ def _read(path: Path) -> Exercise:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
         values |= {key: tuple(values[key]) for key in ("hints", "here", "vllm", "needs") if key in values}
         if "serve" in values:
-            values["serve"] = Serving(**values["serve"] | {"flags": tuple(values["serve"].get("flags", ()))})
+            values["serve"] = _serving(values["serve"])
         return Exercise(number=int(name[2:4]), name=name, **values)
-    except (tomllib.TOMLDecodeError, TypeError, ValueError) as error:
+    except (tomllib.TOMLDecodeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{path.relative_to(ROOT)}: {error}") from error
 
 
@@ -121,3 +136,9 @@ def in_project(path: Path) -> str:
     """A path as a reader at the project's root writes it."""
     path = path.resolve()
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
+
+
+def next_line(verb: str, exercise: Exercise, work: Path) -> str:
+    """What the reader types next: `stages course check 5`, with the folder, if it is not the usual one."""
+    more = "" if work.resolve() == WORK else f" --work {shlex.quote(str(work))}"
+    return f"stages course {verb} {exercise.number}{more}"

@@ -162,9 +162,27 @@ def problem(exercise: Exercise, path: Path) -> tuple[str, str] | None:
 
 
 def unwritten(exercise: Exercise, path: Path) -> list[str]:
-    """The open names that the file defines as the starter does: they only raise NotImplementedError."""
+    """The open names that the file defines, and in which something still raises NotImplementedError, as the starter does."""
     found = definitions(_tree(path))
-    return [name for name in open_names(exercise) if (own := found.find(name)) and is_stub(own)]
+    return [name for name in open_names(exercise) if (own := found.find(name)) and _raises(own)]
+
+
+def num_written(exercise: Exercise, path: Path) -> tuple[int, int] | None:
+    """(how many of the open names the file has written, how many there are); None if it cannot be read."""
+    try:
+        found = definitions(_tree(path))
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    names = open_names(exercise)
+    return sum((own := found.find(name)) is not None and not _raises(own) for name in names), len(names)
+
+
+def _raises(function: FunctionDef) -> bool:
+    """Does anything in it raise NotImplementedError?"""
+    return any(
+        isinstance(each, ast.Raise) and each.exc is not None and "NotImplementedError" in ast.unparse(each.exc)
+        for each in ast.walk(function)
+    )
 
 
 def _missing(exercise: Exercise, found: Definitions) -> Iterator[str]:

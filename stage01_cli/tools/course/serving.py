@@ -1,5 +1,5 @@
-"""`serve`: the real server with the reader's part in the place of the project's own, one request, and the first difference of the
-two traces. `compare`: both servers side by side, with a stopwatch."""
+"""`serve`: the real server with the reader's part in the place of the project's own, a load that puts the part to the test, and the first
+difference from the reference's run. `compare`: both servers side by side, with a stopwatch."""
 
 from __future__ import annotations
 
@@ -10,29 +10,36 @@ import os
 import shutil
 import statistics
 import sys
+import textwrap
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from stage01_cli.tools.course.differences import of_answers, of_decisions, of_settings, plain
+from stage01_cli.tools.course.exercised import exercised, in_words, missing
 from stage01_cli.tools.course.exercises import ROOT, Exercise, in_project
+from stage01_cli.tools.course.load import Answer, ask_all, for_the_engine
 from stage01_cli.tools.course.own import open_names
 from stage01_cli.tools.own_server import OwnServer, own_server
-from stage03_engine.errors import ConfigError
+from stage03_engine.errors import ConfigError, EngineStartError
 from stagetrace import read_run
-from stagetrace.check.difference import Lane, Result, StepFacts, compare
-from stagetrace.check.reasons import explain, find_request
-from stagetrace.errors import TraceError
+from stagetrace.check.difference import compare
+from stagetrace.check.invariants import check
 
 DOOR = Path(__file__).parent / "door"
+PACE = Path(__file__).parent / "pace.py"
+PACED = ("stage03_engine.core.engine_core_proc", "EngineCoreProc")
+LOAD = "STAGES_LOAD"
 MARK = "[course]"
+ALWAYS = ("--num-gpu-blocks-override", "64", "--prefix-caching-hash-seed", "recorded", "--trace-prompts")
+"""Flags of every server here: the same load then leads to the same decisions. Those of an exercise come after them."""
 RECORDED = ROOT / "trace" / "recorded"
-RECORDED_FLAGS = ("--num-gpu-blocks-override", "64", "--prefix-caching-hash-seed", "recorded", "--trace-prompts")
-"""With these, and the flags that trace/record.py names, a server decides as the recorded ones did."""
+WIDTH = 100
+RULES = 2  # broken ones that are shown
 CLIENTS, ROUNDS, TOKENS = 4, 5, 32
 
 
@@ -68,7 +75,7 @@ def flags_of(exercise: Exercise, solution: Path | None) -> list[str]:
     is the module behind the door."""
     file = behind_the_door(exercise, solution)
     part = f"student_{file.stem}" if file else ""
-    flags = [*RECORDED_FLAGS, *(flag.replace("{part}", part) for flag in exercise.serve.flags)]
+    flags = [*ALWAYS, *(flag.replace("{part}", part) for flag in exercise.serve.flags)]
     if exercise.serve.prepare:
         module, _, name = exercise.serve.prepare.partition(":")
         flags += getattr(importlib.import_module(module), name)(solution)
@@ -76,55 +83,138 @@ def flags_of(exercise: Exercise, solution: Path | None) -> list[str]:
 
 
 @contextmanager
-def serving(exercise: Exercise, solution: Path | None, *flags: str) -> Iterator[OwnServer]:
-    """The real server with a solution, or with the reference."""
-    file = behind_the_door(exercise, solution)
-    environment = door(parts_of(exercise, file), open_names(exercise) if solution else ()) if file else {}
-    with own_server("gpt2-tiny", [*flags_of(exercise, solution), *flags], environment) as server:
+def serving(
+    exercise: Exercise, solution: Path | None, *flags: str, environment: Mapping[str, str] | None = None
+) -> Iterator[OwnServer]:
+    """The real server with a solution, or with the reference. With STAGES_LOAD in the environment its engine keeps a load's pace."""
+    file, environment = behind_the_door(exercise, solution), environment or {}
+    parts = parts_of(exercise, file) if file else []
+    if LOAD in environment:
+        parts.append((*PACED, PACE))
+    through = door(parts, open_names(exercise) if solution else ()) if parts else {}
+    variables = {**exercise.serve.environment, **environment, **through}
+    with own_server("gpt2-tiny", [*flags_of(exercise, solution), *flags], variables) as server:
         yield server
 
 
-def request(exercise: Exercise) -> dict[str, Any]:
-    """The request that is traced."""
-    serve = exercise.serve
-    body = {"prompt": serve.prompt, "max_tokens": serve.max_tokens, "temperature": 0, "ignore_eos": True}
-    return body | serve.request
+@dataclass(frozen=True)
+class Run:
+    """A load that was served and recorded."""
+
+    trace: Path
+    answers: dict[str, Answer]
+    said: list[str]  # by the door, and by the engine that keeps the pace
+
+    @property
+    def in_vain(self) -> list[str]:
+        """What the engine waited for and never came."""
+        return [line.removeprefix(MARK).strip() for line in self.said if " waited in vain " in line]
+
+    @property
+    def borrowed(self) -> list[str]:
+        """Where the part had its answer from the reference."""
+        return [line.removeprefix(MARK).strip() for line in self.said if line.startswith(f"{MARK} Write ")]
+
+    @property
+    def doors(self) -> list[str]:
+        """Which parts came in, in which process."""
+        return [line for line in self.said if " is now the one in " in line and str(PACE) not in line]
 
 
-def record(exercise: Exercise, solution: Path | None, folder: Path) -> tuple[str, list[str]]:
-    """Serve the request and record it. Returns the text that came, and what the door said."""
+def record(exercise: Exercise, solution: Path | None, folder: Path) -> Run:
+    """Serve the load and record it in `folder`."""
+    serve, config = exercise.serve, folder.with_name(f"{exercise.name}.config.yaml")
     shutil.rmtree(folder, ignore_errors=True)
-    with serving(exercise, solution, "--trace", str(folder)) as server:
-        text = "".join(server.complete(request(exercise), "r0"))
-    return text, [line for line in server.log if line.startswith(MARK)]
+    flags = ["--trace", str(folder)]
+    if serve.config:
+        config.write_text(json.dumps(serve.config), encoding="utf-8")  # JSON is YAML
+        flags += ["--config", str(config)]
+    environment, log = {LOAD: for_the_engine(serve.load, serve.together)}, list[str]()
+    try:
+        with serving(exercise, solution, *flags, environment=environment) as server:
+            log = server.log
+            answers = ask_all(server, serve.load)
+    except EngineStartError as error:
+        raise EngineStartError(in_short(str(error).splitlines(), log, solution)) from error
+    return Run(folder, answers, [line for line in server.log if line.startswith(MARK)])
+
+
+def in_short(said: list[str], log: list[str], solution: Path | None) -> str:
+    """Why a server did not start or died: in a line, with the line of the part where it happened, if the log or the error shows one."""
+    first, *others = [line for line in said if not line.startswith(MARK)]
+    where = ""
+    if solution is not None:
+        mark, lines = f'File "{solution.resolve()}", line ', [*said, *log]
+        for number, line in enumerate(lines):
+            if mark in line:
+                place = line.partition(mark)[2].partition(",")[0]
+                raised = next((each for each in lines[number + 1 :] if each and not each[0].isspace()), "")
+                where = f": {raised} ({in_project(solution)}, line {place})"
+    return " ".join([first, *others[-1:]]) + where
 
 
 def served(exercise: Exercise, solution: Path, work: Path) -> bool:
-    """Serve a request with the part, print the answer and the difference; True if there is none."""
-    own = work / f"{exercise.name}.trace"
+    """Serve the load with the part, and say what that has exercised and whether it differs from the reference's run; True if it proves
+    the part."""
+    load = exercise.serve.load
     print(f"starting the server with {in_project(solution)} ...", flush=True)
-    text, said = record(exercise, solution, own)
-    if calls := [line.removeprefix(MARK).strip() for line in said if line.startswith(f"{MARK} Write ")]:
-        raise ConfigError(f"{in_project(solution)}: {calls[0]}")
-    for line in said:
+    own = record(exercise, solution, work / f"{exercise.name}.trace")
+    if own.borrowed:
+        raise ConfigError(f"{in_project(solution)}: {own.borrowed[0]}")
+    for line in own.doors:
         print(line.replace(f"{ROOT}{os.sep}", ""))
-    if exercise.parts and any(exercise.parts.values()) and not said:
-        raise ConfigError("no process of the server imported what your part replaces; the answer came without it")
-    asked = ", ".join(f"{name} {value!r}" for name, value in request(exercise).items())
-    print(f"asked:  {asked}")
-    print(f"answer: {text!r}")
-    if exercise.serve.recorded:
-        right = RECORDED / exercise.serve.recorded
-    else:
-        right = work / f"{exercise.name}.reference.trace"
-        expected, _ = record(exercise, None, right)
-        if expected != text:
-            print(f"the reference's answer: {expected!r}")
-    result = compare(str(right), str(own))
-    print(f"A = the reference ({in_project(right)}), B = yours ({in_project(own)})")
-    for line in differences(result, own):
+    if exercise.parts and any(exercise.parts.values()) and not own.doors:
+        raise ConfigError("no process of the server imported what your part replaces; the answers came without it")
+    print(f"asked {len(load)} requests (the load in {in_project(exercise.folder / 'exercise.toml')}):")
+    for ask in load:
+        print(f"  {ask.name}: {shortened(str(own.answers[ask.name]))}")
+    print("starting the server with the reference, for the same ...", flush=True)
+    right = record(exercise, None, work / f"{exercise.name}.reference.trace")
+    print(f"A = the reference ({in_project(right.trace)}), B = yours ({in_project(own.trace)})")
+    found = exercised(own.trace, load, own.answers)
+    shown = {name: found.get(name, 0) for name in exercise.serve.exercises}
+    print(textwrap.fill(f"exercised: {in_words(shown)}", 120, subsequent_indent="  ", break_on_hyphens=False))
+    same = True
+    for line in differences(exercise, right, own):
+        same = False
         print(line)
-    return finds_nothing(exercise, solution, own) and result.same
+    checked = finds_nothing(exercise, solution, own.trace)
+    if not same:
+        print(f"more: stages trace diff {in_project(right.trace)} {in_project(own.trace)}")
+        return False
+    if short := missing(exercise.serve.exercises, found):
+        print("\n".join(["no difference, but no proof either: this run did not put the part to the test", *short]))
+        return False
+    print(agreement(exercise, own, found))
+    return checked
+
+
+def agreement(exercise: Exercise, own: Run, found: dict[str, int]) -> str:
+    """What is the same in both runs, and what was not compared."""
+    answers = f"the same {len(own.answers)} answers"
+    if exercise.serve.compare == "answers":
+        return f"no difference: {answers}, and no rule of `stages trace check` is broken; the decisions are yours, and may differ"
+    return f"no difference: the same decisions in {found.get('steps', 0)} steps, {answers}"
+
+
+def shortened(text: str) -> str:
+    """At most a line."""
+    return text if len(text) <= WIDTH else f"{text[: WIDTH // 2]} ... {text[-WIDTH // 2 :]}"
+
+
+def differences(exercise: Exercise, right: Run, own: Run) -> Iterator[str]:
+    """What differs, the first of each kind; nothing if nothing does."""
+    yield from own.in_vain
+    yield from of_settings(right.trace, own.trace)
+    found = (
+        []
+        if exercise.serve.compare == "answers"
+        else list(of_decisions(compare(right.trace, own.trace), right.trace, own.trace))
+    )
+    yield from found
+    if found or exercise.serve.compare == "answers":
+        yield from (f"your trace breaks a rule: {plain(str(each))}" for each in check(own.trace).findings[:RULES])
+    yield from of_answers(right.answers, own.answers)
 
 
 def finds_nothing(exercise: Exercise, solution: Path, own: Path) -> bool:
@@ -144,47 +234,6 @@ def finds_nothing(exercise: Exercise, solution: Path, own: Path) -> bool:
         raise ConfigError(f"your {exercise.serve.after}(): {type(error).__name__}: {error} ({where})") from error
     print(f"your {exercise.serve.after}() of the engine's {len(events)} events: {found or 'nothing found'}")
     return not found
-
-
-def differences(result: Result, own: Path) -> Iterator[str]:
-    """The first difference in words, and why yours did what it did there."""
-    if result.same:
-        yield f"no difference: the same decisions in {result.num_steps[1]} steps, the same answer"
-        return
-    for lane in result.steps.values():
-        yield from _of_step(lane, own)
-    for name, lane in result.requests.items():
-        yield f"{name}, its event {lane.place + 1}:"
-        yield f"  A: {lane.a or 'has ended'}"
-        yield f"  B: {lane.b or 'has ended'}"
-    yield f"more: stages trace show {in_project(own)} --req r0"
-
-
-def _of_step(lane: Lane, own: Path) -> Iterator[str]:
-    sides = [item if isinstance(item, StepFacts) else None for item in (lane.a, lane.b)]
-    number = next(side.step for side in sides if side is not None)
-    yield f"step {number} is the first that differs:"
-    facts = [side.facts if side is not None else [] for side in sides]
-    for label, mine, other in zip("AB", facts, reversed(facts)):
-        for fact in [fact for fact in mine if fact not in other]:
-            yield f"  {label} does: {fact}"
-    if sides[1] is None:
-        yield "  B has ended before"
-    else:
-        yield from (f"  why: {line}" for line in _why(own, number))
-
-
-def _why(own: Path, number: int) -> Iterator[str]:
-    """What the trace says of the request in this step."""
-    try:
-        steps = list(explain(str(own), find_request(str(own), "r0")))
-    except TraceError as error:
-        yield str(error)
-        return
-    for step in steps:
-        if step.step == number:
-            for reason in step.reasons:
-                yield f"{reason.text} (rule: {reason.places})"
 
 
 @dataclass(frozen=True)
@@ -212,7 +261,8 @@ def measured(exercise: Exercise, solution: Path) -> list[Measured]:
 
 def _round(server: OwnServer, exercise: Exercise) -> tuple[float, float, float]:
     """Clients ask at once: tokens per second of all, median TTFT and median time of a whole answer, both in ms."""
-    body = request(exercise) | {"max_tokens": TOKENS}
+    asked = next(ask for ask in exercise.serve.load if ask.for_engine)
+    body = asked.sent() | {"max_tokens": TOKENS}
 
     def ask(number: int) -> tuple[float, float, int]:
         began, first, pieces = time.perf_counter(), 0.0, 0

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from stage01_cli.tools.course.exercises import ROOT, Exercise, in_project
-from stage01_cli.tools.course.own import problem
+from stage01_cli.tools.course.exercises import ROOT, Exercise, in_project, next_line
+from stage01_cli.tools.course.own import num_written, problem
 from stage01_cli.tools.course.reading import refusals
 from stage01_cli.tools.course.sealed import Reading
 from stage03_engine.errors import ConfigError
@@ -147,10 +147,12 @@ def report(exercise: Exercise, solution: Path, verdict: Verdict) -> str:
             else []
         )
         return "\n".join(
-            [f"{head}: passed ({tests})", *note, f"Now let it serve: stages course serve {exercise.number}"]
+            [f"{head}: passed ({tests})", *note, f"Now let it serve: {next_line('serve', exercise, solution.parent)}"]
         )
     word = {"unwritten": "not yet written", "rejected": "not yet right", "error": "it does not work yet"}[
         verdict.outcome
     ]
+    written, names = num_written(exercise, solution) or (0, 0)
+    so_far = f"; {written} of {names} parts written" if written < names else ""
     right = f"; {verdict.num_tests - 1} of {verdict.num_collected} tests pass" if verdict.num_tests > 1 else ""
-    return f"{head}: {word} ({in_project(solution)}{right})\n{verdict.text}"
+    return f"{head}: {word} ({in_project(solution)}{so_far}{right})\n{verdict.text}"
