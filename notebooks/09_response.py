@@ -129,7 +129,10 @@ sent = [row[2][1:-1] for row in rows]
 lab.compare(give_nothing=sent.count(""), last_text=next(piece for piece in reversed(sent) if piece))
 
 # %% [markdown]
-# The whole of it, in the real part. You write both in exercise [2](exercises/ex02_stream/README.md), so they are shown here when you have:
+# The real part searches from `_searched` on, the first place where a stop string may still begin, and decodes no token twice.
+# So the last token of a long answer costs as much as the first. Whoever decodes or searches all of the text again at each token looks at
+# 1 + 2 + ... + 1,000 tokens for an answer of 1,000: half a million. You write both functions in exercise
+# [2](exercises/ex02_stream/README.md), which counts it; so they are shown here when you have:
 
 # %%
 lab.source(IncrementalDetokenizer._check_stop)

@@ -16,10 +16,11 @@ import zmq.asyncio
 from judging import Judge
 
 from stage03_engine import messages
-from stage03_engine.config import VllmConfig
+from stage03_engine.config import CacheConfig, VllmConfig
 from stage03_engine.messages import ENGINE_CORE_DEAD, EngineCoreOutput, EngineCoreOutputs, EngineReady, UtilityResult
 
 T = TypeVar("T")
+SETTINGS = VllmConfig(cache_config=CacheConfig(block_size=8))  # not those that every engine would have
 IDENTITY = (0).to_bytes(2, "little")
 READY = EngineReady(num_gpu_blocks=64, max_model_len=512)
 MOST_POLLS = 400
@@ -105,7 +106,7 @@ class Handshake:
 def process_of(impl: ModuleType, handshake: Handshake, popen: Popen) -> Any:
     """The solution's EngineProcess, without the process."""
     process = object.__new__(impl.EngineProcess)
-    process._config, process._directory, process._process = VllmConfig(), Path("folder"), popen
+    process._config, process._directory, process._process = SETTINGS, Path("folder"), popen
     process.input_address, process.output_address = "ipc://folder/input", "ipc://folder/output"
     process.identity, process._handshake, process._context = IDENTITY, handshake, None
     return process

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from hypothesis import assume, example, given, strategies as st
 from judging import Judge
+from work import Work, counted_bytes, counted_text
 
 from stage02_server.streaming import server_sent_event
 from stage03_engine.frontend.detokenizer import IncrementalDetokenizer, find_stop, held_back
@@ -229,3 +230,65 @@ def test_all_of_the_text(impl: ModuleType) -> None:
             judge.equal("given", ["a", "ab", "abab"], texts)
         with judge.case(call="then next_text(delta=True)"):
             judge.equal("given", "", detokenizer.next_text(True))
+
+
+class Counting(Vocabulary):
+    """The same pieces; what is done with them is counted."""
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+
+    def is_special(self, token_id: int) -> bool:
+        self.work.done += 1
+        return super().is_special(token_id)
+
+    def piece(self, token_id: int) -> tuple[str, bytes]:
+        self.work.done += 1
+        return super().piece(token_id)
+
+    def stream(self, after: list[int], skip_special_tokens: bool = True) -> Any:
+        stream = ByteLevelStream()
+
+        def push(token: str, raw: bytes) -> str:
+            self.work.done += 1
+            return counted_text(self.work, stream.push(token, raw))
+
+        return SimpleNamespace(push=push)
+
+
+SHORT, LONG = 100, 400  # tokens
+MOST = 6  # times the work for four times the tokens: the square would be sixteen times
+
+
+def test_a_long_answer_costs_no_more_for_each_token(impl: ModuleType) -> None:
+    for stop in ([], ["abc"], ["b!", "aaaa"]):
+        with judge.case(tokens=f"{SHORT}, then {LONG}, of {PIECES[0]!r} and {PIECES[2]!r} in turn", stop=stop):
+            check_linear([work_of_text(impl, number, stop) for number in (SHORT, LONG)])
+    with judge.case(tokens=f"{SHORT}, then {LONG}, of halves of é", part="ByteLevelStream"):
+        check_linear([work_of_bytes(impl, number) for number in (SHORT, LONG)])
+
+
+def work_of_text(impl: ModuleType, number: int, stop: list[str]) -> int:
+    """What an answer of so many tokens takes."""
+    part, work = impl.IncrementalDetokenizer, Work()
+    detokenizer = part(Counting(work), SamplingParams(stop=stop, max_tokens=LONG))
+    with work.of(part.update):
+        for i in range(number):
+            detokenizer.update([i % 2 * 2])
+            detokenizer.next_text(True)
+    return work.done
+
+
+def work_of_bytes(impl: ModuleType, number: int) -> int:
+    part, work = impl.ByteLevelStream, Work()
+    stream = part()
+    with work.of(part.push):
+        for i in range(number):
+            stream.push("", counted_bytes(work, PIECES[5 + i % 2]))
+    return work.done
+
+
+def check_linear(done: list[int]) -> None:
+    few, many = done
+    judge.holds("linear", many <= MOST * max(few, SHORT), f"four times the tokens: at most {MOST} times the work",
+                f"{many / few:.0f} times: {few} lines and characters, then {many}")  # fmt: skip

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 from hypothesis import given, strategies as st
 from judging import Judge, load as load_file
 
 from stage01_cli.tools.course.exercises import find
 from stage03_engine.core.features.debug.scheduler_checks import check_invariants
+from stage03_engine.core.request import Request
 from stage03_engine.core.scheduler import Scheduler
+from stage03_engine.messages import EngineCoreRequest
+from stage03_engine.sampling_params import SamplingParams
 
 judge = Judge(12)
 score = load_file(find(12).folder / "score.py")
@@ -113,35 +121,72 @@ def check_step(small: Small, step: Any) -> None:
 
 def test_the_same_load_leads_to_the_same_decisions(impl: ModuleType) -> None:
     with judge.case(load=FIXED):
-        first, second = decisions(impl.Scheduler), decisions(impl.Scheduler)
+        first = decisions(impl.Scheduler, FIXED.load())
+        decisions(impl.Scheduler, FIXED.load(), most=7)  # one that ends in the middle
+        with clocks_that_leap(impl.Scheduler):
+            second = decisions(impl.Scheduler, FIXED.load())
         for number, (one, two) in enumerate(zip_longest(first, second), start=1):
-            judge.holds("same", one == two, f"in step {number} of a second run: {one}", two)
+            judge.holds("same", one == two, f"in step {number} of a later run: {one}", two)
 
 
-def decisions(make: Any) -> list[dict[str, int]]:
-    load = FIXED.load()
-    steps = score.Run(load, load.scheduler(make)).steps()
-    return [dict(step.output.num_scheduled_tokens) for step in steps]
+def decisions(make: Any, load: Any, most: int = 1000) -> list[dict[str, int]]:
+    """Who gets how many tokens in each step. Requests are called by their numbers in the load."""
+    numbers = {job.name: f"request {number}" for number, job in enumerate(load.jobs)}
+    found: list[dict[str, int]] = []
+    for step in score.Run(load, load.scheduler(make)).steps():
+        found.append({numbers[name]: tokens for name, tokens in step.output.num_scheduled_tokens.items()})
+        if len(found) == most:
+            break
+    return found
 
 
-@judge.settings(12)
-@given(prompt=st.sampled_from([4, 40]), others=st.sampled_from(["one other client", "a client each", "its own client"]))
-def test_nobody_starves(impl: ModuleType, prompt: int, others: str) -> None:
-    """One request arrives with the first of a long stream of short ones, in which always some are waiting."""
+CLOCKS = ("time", "monotonic", "perf_counter", "process_time", "thread_time")
+
+
+@contextmanager
+def clocks_that_leap(make: Any) -> Iterator[None]:
+    """Each look at a clock finds that minutes have gone by: also where a solution has the clock by a name of its own."""
+    draw, now = random.Random(0), [1e6]
+
+    def leap() -> float:
+        now[0] += draw.uniform(1, 1000)
+        return now[0]
+
+    fakes = dict.fromkeys(CLOCKS, leap) | {f"{name}_ns": lambda: int(leap() * 1e9) for name in CLOCKS}
+    theirs = {id(getattr(time, name)): fake for name, fake in fakes.items()}
+    names = make.schedule.__globals__
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.multiple(time, **fakes))
+        found = {name: theirs[id(value)] for name, value in names.items() if id(value) in theirs}
+        stack.enter_context(mock.patch.dict(names, found))
+        yield
+
+
+@judge.settings(24)
+@given(
+    prompt=st.sampled_from([4, 40]),
+    others=st.sampled_from(["one other client", "a client each", "its own client"]),
+    at=st.sampled_from([0, 240]),
+)
+def test_nobody_starves(impl: ModuleType, prompt: int, others: str, at: int) -> None:
+    """One request arrives with the first of a long stream of short ones, in which always some are waiting, or somewhat later."""
     clients = {
         "one other client": lambda i: "other",
         "a client each": lambda i: f"other {i}",
         "its own client": lambda i: "old",
     }
-    stream = [score.Job(clients[others](i), f"later {i}", 12 * i, 4, 4, max_tokens=16) for i in range(-4, 2 * LATER)]
-    old = score.Job("old", "old", -60, prompt, 4, max_tokens=16)
+    stream = [
+        score.Job(clients[others](i), f"later {i}", 12 * i, 4, 4, max_tokens=16) for i in range(-4, 2 * LATER + 20)
+    ]
+    old = score.Job("old", "old", at - 60, prompt, 4, max_tokens=16)
     jobs = tuple(sorted([*stream, old], key=lambda job: job.at))
     load = score.Load(jobs, max_num_batched_tokens=64, max_num_seqs=2, blocks=40, block_size=4)
     waits = f"an old request with a prompt of {prompt}, then every 12 ticks one with a prompt of 4, from {others}"
+    waits += ", some of which were there before" if at else ""
     with judge.case(load=waits):
         run = score.Run(load, load.scheduler(impl.Scheduler))
         for _ in run.steps():
-            later = [each for each in run.served.values() if each.job.at > 0 and each.first >= 0]
+            later = [each for each in run.served.values() if each.job.at > at and each.first >= 0]
             if "old" in run.served and run.served["old"].first >= 0:
                 break
             judge.holds("starves", len(later) < LATER, f"its first token before {LATER} later ones have theirs",
@@ -149,18 +194,57 @@ def test_nobody_starves(impl: ModuleType, prompt: int, others: str) -> None:
 
 
 def test_it_beats_fcfs(impl: ModuleType) -> None:
-    load = score.read_load()
     with judge.case(load="load.json: batch, chat and agent"):
-        own = score.score(to_the_end(impl.Scheduler, load))
-        fcfs = score.score(score.serve(Scheduler, load))
-        worse = fcfs.better(own)
-        judge.holds(
-            "as_good",
-            len(worse) <= 1,
-            f"not worse in two measures than {shown(fcfs)}",
-            f"{shown(own)}: worse in {worse}",
+        check_measures(impl.Scheduler, score.read_load(), "as_good", "better")
+
+
+def test_it_beats_fcfs_where_nobody_knows_the_clients(impl: ModuleType) -> None:
+    """A class has a load of its own: whoever teaches sets COURSE_SEED."""
+    with judge.case(load="another one of the same kind"):
+        check_measures(impl.Scheduler, score.load_of(os.environ.get("COURSE_SEED", "")), "hidden", "hidden")
+
+
+def check_measures(make: Any, load: Any, as_good: str, better: str) -> None:
+    own, fcfs = score.score(to_the_end(make, load)), score.score(score.serve(Scheduler, load))
+    worse = fcfs.better(own)
+    judge.holds(
+        as_good, len(worse) <= 1, f"not worse in two measures than {shown(fcfs)}", f"{shown(own)}: worse in {worse}"
+    )
+    judge.holds(better, bool(own.better(fcfs, by=0.05)), f"one measure 5 % better than {shown(fcfs)}", shown(own))
+
+
+@dataclass(frozen=True)
+class Disguised(score.Job):  # type: ignore[name-defined, misc]
+    """The same job, with another prompt and another way to sample."""
+
+    def request(self, number: int) -> Request:
+        tokens = [9] * self.shared + [50_000 - number] * (self.prompt - self.shared)
+        params = SamplingParams(max_tokens=self.max_tokens, temperature=0.7, top_k=3)
+        message = EngineCoreRequest(
+            self.name, tokens, params, score.EOS, priority=self.priority, cache_salt=self.client
         )
-        judge.holds("better", bool(own.better(fcfs, by=0.05)), f"one measure 5 % better than {shown(fcfs)}", shown(own))
+        return Request(message, seed=number)
+
+
+def disguised(load: Any) -> Any:
+    """The same load under other names. Those of the clients have the same order, should a policy compare them."""
+    draw = random.Random(0)
+    clients = {
+        name: f"{i}{draw.getrandbits(32):08x}" for i, name in enumerate(sorted({job.client for job in load.jobs}))
+    }
+    jobs = [
+        Disguised(**asdict(job) | {"client": clients[job.client], "name": f"{draw.getrandbits(48):012x}"})
+        for job in load.jobs
+    ]
+    return replace(load, jobs=tuple(jobs))
+
+
+def test_names_and_tokens_change_nothing(impl: ModuleType) -> None:
+    load = score.read_load()
+    with judge.case(load="load.json, then the same with other names and tokens"):
+        pairs = zip_longest(decisions(impl.Scheduler, load), decisions(impl.Scheduler, disguised(load)))
+        for number, (one, two) in enumerate(pairs, start=1):
+            judge.holds("promised", one == two, f"in step {number}: {one}", two)
 
 
 def to_the_end(make: Any, load: Any) -> Any:

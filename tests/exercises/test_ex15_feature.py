@@ -6,15 +6,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from hypothesis import given, strategies as st
 from judging import Judge
 from server_under_test import InProcessServer
+from work import Work, counted_numbers
 
 from stage03_engine import plugins
 from stage03_engine.core.features.logits_processor.logits_processor import LogitsRow
+from stage03_engine.frontend.tokenizer import Tokenizer
 from stage03_engine.sampling_params import SamplingParams
 
 judge = Judge(15)
@@ -116,6 +119,30 @@ def right(asked: Asked) -> list[float]:
     return [float("-inf") if token in banned else float(token) for token in range(VOCABULARY)]
 
 
+SHORT, LONG = 100, 400  # tokens
+MOST = 6  # times the work for four times the tokens: the square would be sixteen times
+
+
+def test_a_long_text_costs_no_more_for_each_token(impl: ModuleType) -> None:
+    for n in (1, 2, 4):
+        with judge.case(call=f"forbidden(tokens, {n})", tokens=f"{SHORT}, then {LONG}"):
+            check_linear([work_of_forbidden(impl, number, n) for number in (SHORT, LONG)])
+
+
+def work_of_forbidden(impl: ModuleType, number: int, n: int) -> int:
+    work = Work()
+    tokens = counted_numbers(work, [i % (number // 2) for i in range(number)])
+    with work.of(impl.forbidden):
+        impl.forbidden(tokens, n)
+    return work.done
+
+
+def check_linear(done: list[int]) -> None:
+    few, many = done
+    judge.holds("linear", many <= MOST * max(few, SHORT), f"four times the tokens: at most {MOST} times the work",
+                f"{many / few:.0f} times: {few} lines and comparisons, then {many}")  # fmt: skip
+
+
 TEXTS = [("abab", 2), ("abc", 2), ("aaaa", 1), ("a b a b", 3), ("", 1), ("a", 2), ("äß", 1)]
 
 
@@ -129,6 +156,25 @@ def test_the_route(impl: ModuleType) -> None:
                 answer = server.post("/v1/repetition", {"prompt": text, "ngram": n})
                 judge.equal("route", f"status 200, {expected | {'repeats': len(runs) - len(set(runs))}}",
                             f"status {answer.status_code}, {answer.json()}")  # fmt: skip
+
+
+def test_a_long_text_costs_the_route_no_more_for_each_token(impl: ModuleType) -> None:
+    with served(impl) as server, judge.case(body="a prompt of 100 tokens, then of 400; ngram 2"):
+        check_linear([work_of_route(impl, server, number) for number in (SHORT, LONG)])
+
+
+def work_of_route(impl: ModuleType, server: InProcessServer, number: int) -> int:
+    """The tokens are pairs that do not repeat, so that nobody finds one at once."""
+    work, text = Work(), "".join(chr(97 + i % 26) + chr(97 + i // 26) for i in range(number // 2))
+    encode = Tokenizer.encode
+
+    def counted(self: Tokenizer, *given: Any) -> list[int]:
+        return counted_numbers(work, encode(self, *given))
+
+    with mock.patch.object(Tokenizer, "encode", counted):
+        answer = server.post("/v1/repetition", {"prompt": text, "ngram": 2})
+    judge.equal("route", 200, answer.status_code)
+    return work.done
 
 
 def test_what_the_route_refuses(impl: ModuleType) -> None:

@@ -10,6 +10,7 @@ import pytest
 from judging import load
 
 from stage01_cli.tools.course.exercises import find
+from stage01_cli.tools.course.grading import environment
 
 FOLDER = find(12).folder
 score = load(FOLDER / "score.py")
@@ -19,6 +20,23 @@ def test_the_leaderboard_is_what_the_policies_score() -> None:
     committed = json.loads((FOLDER / "leaderboard.json").read_text(encoding="utf-8"))
     assert committed == score.house_board()
     assert "\n".join(score.table(committed)) in (FOLDER / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("seed", ["", "autumn", "2026"])
+def test_a_class_can_have_a_load_of_its_own(seed: str) -> None:
+    """It differs from load.json and from that of every other class, and a right policy passes on it."""
+    load_of, given = score.load_of(seed), score.read_load()
+    assert load_of == score.load_of(seed) != score.load_of(f"{seed}+")
+    assert not {job.client for job in load_of.jobs} & {job.client for job in given.jobs}
+    assert not {job.name for job in load_of.jobs} & {job.name for job in given.jobs}
+    policy = load(FOLDER / "reference.py").Scheduler
+    own, fcfs = score.score(score.serve(policy, load_of)), score.score(score.house()["fcfs"](load_of))
+    assert len(fcfs.better(own)) <= 1 and own.better(fcfs, by=0.05)
+
+
+def test_a_class_s_seed_reaches_the_judge(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("COURSE_SEED", "autumn")
+    assert environment(tmp_path)["COURSE_SEED"] == "autumn"
 
 
 def test_a_policy_is_entered(

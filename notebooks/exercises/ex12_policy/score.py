@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -85,6 +86,32 @@ def read_load(path: Path = HERE / "load.json") -> Load:
     """The load in a file."""
     values = json.loads(path.read_text(encoding="utf-8"))
     return Load(jobs=tuple(Job(**job) for job in values.pop("jobs")), **values)
+
+
+def load_of(seed: str) -> Load:
+    """A load of the same kind as load.json's, whose clients have no names that say anything: the same seed gives the same one."""
+    draw = random.Random(seed)
+    batch, chat, agent = (f"{draw.getrandbits(32):08x}" for _ in range(3))
+
+    def job(client: str, at: int, prompt: int, answer: int, longest: int, shared: int = 0) -> Job:
+        return Job(client, f"cmpl-{draw.getrandbits(48):012x}-0", at, prompt, answer, longest, shared)
+
+    jobs = []
+    for at, many in ((0, draw.randint(32, 40)), (draw.randrange(5000, 7000, 20), draw.randint(20, 28))):
+        name = f"cmpl-{draw.getrandbits(48):012x}"
+        for i in range(many):
+            jobs.append(Job(batch, f"{name}-{i}", at, draw.randint(24, 60), draw.randint(18, 44), 48, priority=1))
+    at = draw.randrange(200, 500, 20)
+    for _ in range(50):
+        jobs.append(job(chat, at, draw.randint(4, 16), draw.randint(8, 24), 64))
+        at += draw.randrange(60, 420, 20)
+    at = draw.randrange(600, 1200)
+    for _ in range(5):
+        burst = [at + 15 * i for i in range(5)]
+        jobs += [job(agent, when, draw.randint(68, 76), draw.randint(10, 20), 32, shared=64) for when in burst]
+        at += draw.randrange(1500, 2300)
+    jobs.sort(key=lambda each: each.at)
+    return replace(read_load(), jobs=tuple(jobs))
 
 
 @dataclass

@@ -26,7 +26,7 @@ class Scheduler(Mechanics):
     request.sampling_params       max_tokens: the answer may be this long, but most end earlier, and nobody knows when
     request.num_preemptions       how often it was sent away
     request.priority              what its client asked for; a smaller number is more urgent
-    client_of(request)            whose it is
+    client_of(request)            whose it is; all that the name says is who is the same
     self.requests                 all requests by id; self.step counts the steps; self.config holds budget and seats
     self.kv_cache_manager.block_pool.num_free
 

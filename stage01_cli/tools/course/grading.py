@@ -236,8 +236,8 @@ def counted(exercise: Exercise, verdict: Verdict, results: list[dict[str, Any]])
 
 
 def environment(scratch: Path) -> dict[str, str]:
-    """Nothing of the grader's own but where Python and the project are; every cache lies in the scratch folder."""
-    passed_on = {name: os.environ[name] for name in ("PATH", "LANG", "LC_ALL") if name in os.environ}
+    """Nothing of the grader's own but where Python and the project are, and the seed of a class; every cache lies in the scratch folder."""
+    passed_on = {name: os.environ[name] for name in ("PATH", "LANG", "LC_ALL", "COURSE_SEED") if name in os.environ}
     places = (
         "HOME",
         "TMPDIR",

@@ -47,9 +47,7 @@ def sources(exercise: Exercise) -> dict[ModuleType, list[str]]:
     own = load(exercise.own_reference) if exercise.own_reference.is_file() else None
     where: dict[ModuleType, list[str]] = {}
     for name, text in exercise.parts.items():
-        module = import_module(text.partition(":")[0]) if text else own
-        assert module is not None, name
-        where.setdefault(module, []).append(name)
+        where.setdefault(own or import_module(text.partition(":")[0]), []).append(name)
     return where
 
 

@@ -109,4 +109,81 @@ BROKEN = [
         ("        start = self._given if delta else 0\n", "        start = 0\n"),
         module=TEXT,
     ),
+    broken(
+        "linear",
+        "all of the text is searched",
+        (
+            "        hit = find_stop(self.text, self._stops, self._searched)\n",
+            "        hit = find_stop(self.text, self._stops, self.first)\n",
+        ),
+        (
+            "                self._searched = len(self.text)\n",
+            "                self._searched = self.first = len(self.text)\n",
+        ),
+        ("        self._searched = 0  # no", "        self.first = 0\n        self._searched = 0  # no"),
+        module=TEXT,
+    ),
+    broken(
+        "linear",
+        "is a stop string in it",
+        (
+            _CHECK,
+            _CHECK.replace(
+                "self._stops and (stop",
+                "self._stops and (any(each in self.text for each in self._stops) or True) and (stop",
+            ),
+        ),
+        module=TEXT,
+    ),
+    broken(
+        "linear",
+        "all tokens are decoded each time",
+        (
+            "            self.text += self._stream.push(*self._tokenizer.piece(token_id))\n",
+            "            self.ids.append(token_id)\n            stream = self._tokenizer.stream([])\n            whole = ''\n            for each in self.ids:\n                whole += stream.push(*self._tokenizer.piece(each))\n            self.text = whole\n",
+        ),
+        ("        self._given = 0\n", "        self._given = 0\n        self.ids: list[int] = []\n"),
+        module=TEXT,
+    ),
+    broken(
+        "linear",
+        "all of it is taken apart for the rest",
+        (
+            "        start = self._given if delta else 0\n        self._given = self.safe\n        return self.text[start : self.safe]\n",
+            "        start = self._given if delta else 0\n        self._given = self.safe\n        return self.text[: self.safe][start:]\n",
+        ),
+        module=TEXT,
+    ),
+    broken(
+        "linear",
+        "a loop over the text",
+        (
+            "        hit = find_stop(self.text, self._stops, self._searched)\n",
+            "        places = [at for at in range(len(self.text)) if at >= self._searched]\n        hit = find_stop(self.text, self._stops, places[0] if places else len(self.text))\n",
+        ),
+        module=TEXT,
+    ),
+    broken(
+        "linear",
+        "all bytes are decoded each time",
+        (
+            _DECODE,
+            "        self._raw += raw\n        text = self._new().decode(self._raw)\n        self._given, start = len(text), self._given\n        return text[start:]\n",
+        ),
+        (
+            '        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")\n',
+            "        self._raw, self._given = b'', 0\n\n    def _new(self):\n        class Whole:\n            def decode(self, raw):\n                text = raw.decode('utf-8', errors='replace')\n                return text if codecs.getincrementaldecoder('utf-8')('replace').decode(raw) == text else codecs.getincrementaldecoder('utf-8')('replace').decode(raw)\n\n        return Whole()\n",
+        ),
+        module=BYTES,
+    ),
+    broken(
+        "linear",
+        "joined and decoded each time",
+        (
+            _DECODE,
+            "        self._raw.append(raw)\n        whole = b''.join(self._raw)\n        whole.decode('utf-8', errors='replace')\n        return self._decoder.decode(raw)\n",
+        ),
+        ("        self._decoder = codecs", "        self._raw = []\n        self._decoder = codecs"),
+        module=BYTES,
+    ),
 ]

@@ -76,4 +76,32 @@ BROKEN = [
         ('@app.post("/v1/repetition")\n', '@app.api_route("/v1/{rest:path}", methods=["GET", "POST"])\n'),
         (_ANSWER, _ANSWER + "\n    app.router.routes.insert(0, app.router.routes.pop())\n"),
     ),
+    broken(
+        "linear",
+        "each token is tried",
+        (
+            _LAST,
+            "    runs = [tokens[i : i + n] for i in range(len(tokens) - n + 1)]\n    return {t for t in set(tokens) if len(tokens) >= n - 1 and [*tokens, t][-n:] in runs}\n"
+            + _LAST,
+        ),
+    ),
+    broken(
+        "linear",
+        "all pairs of places",
+        (_LAST, "    for i in range(len(tokens)):\n        for _ in range(i):\n            pass\n" + _LAST),
+    ),
+    broken(
+        "linear",
+        "each run is counted",
+        ("repeats=len(runs) - len(set(runs))", "repeats=sum(runs[:i].count(run) > 0 for i, run in enumerate(runs))"),
+    ),
+    broken(
+        "linear",
+        "a list of those that were there",
+        (
+            _RUNS,
+            _RUNS + "    seen = []\n    for run in runs:\n        if run not in seen:\n            seen.append(run)\n",
+        ),
+        ("len(set(runs))", "len(seen)"),
+    ),
 ]

@@ -14,7 +14,7 @@ from stage03_engine.core.features.distributed.sharded_weights import *  # noqa: 
 from stage03_engine.core.features.distributed.sharded_weights import Split, cut as reference, own_range
 from stage03_engine.model_shape import ModelShape
 
-REJECTED = "Rows after the end of the vocabulary are zeros."
+REJECTED = "Rows after the end of the vocabulary are zeros"
 
 
 def cut(name: str, stored: Any, split: Split, whole: ModelShape, own: Ranks) -> Tensor:
