@@ -55,7 +55,8 @@ def door(parts: list[tuple[str, str, Path]], keep: tuple[str, ...] = ()) -> dict
 def parts_of(exercise: Exercise, solution: Path) -> list[tuple[str, str, Path]]:
     """What the exercise plugs in through the door."""
     where = [reference.partition(":") for reference in exercise.parts.values() if reference]
-    return [(module, name, solution) for module, _, name in where]
+    # what replaces nothing is named by a flag: the door then only makes a module of the file
+    return [(module, name, solution) for module, _, name in where] or [("", "", solution)]
 
 
 def behind_the_door(exercise: Exercise, solution: Path | None) -> Path | None:
@@ -149,7 +150,8 @@ def finds_nothing(exercise: Exercise, solution: Path, own: Path) -> bool:
 def differences(result: Result, own: Path) -> Iterator[str]:
     """The first difference in words, and why yours did what it did there."""
     if result.same:
-        yield f"no difference: the same decisions in {result.num_steps[1]} steps, the same answer"
+        decisions = f"the same decisions in {result.num_steps[1]} steps, " if result.num_steps[1] else ""
+        yield f"no difference: {decisions}the same answer"
         return
     for lane in result.steps.values():
         yield from _of_step(lane, own)
