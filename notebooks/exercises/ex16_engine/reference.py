@@ -65,6 +65,7 @@ class Engine:
     """Who waits, who runs, and the model."""
 
     def __init__(self, folder: Path) -> None:
+        torch.set_num_threads(1)  # a model so small gains nothing from a second one, and waits for it
         self.config, self.weights = checkpoint(folder)
         self.layers, self.heads = self.config["n_layer"], self.config["n_head"]
         self.waiting: deque[Sequence] = deque()
