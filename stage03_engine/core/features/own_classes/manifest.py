@@ -54,8 +54,8 @@ class OwnClasses:
 
         model, device = config.model_config, replace(config.device_config, engine_cls=None, worker_cls="auto")
         same = ModelConfig(model=model.model, dtype=model.dtype, max_model_len=model.max_model_len, shape=model.shape)
-        seen = config.observability_config
-        plain = Config(model_config=same, device_config=device, observability_config=seen)  # what nobody has asked for
+        kept = {"observability_config": config.observability_config, "scheduler_config": config.scheduler_config}
+        plain = Config(model_config=same, device_config=device, **kept)  # type: ignore[arg-type] # what nobody has asked for
         seams = ("executor", "worker", "scheduler", "runner")
         asked = [name for seam in seams for name in config.hooks(seam) if name not in plain.hooks(seam)]
         if other or asked:
