@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stage03_engine.args.fields import option
 from stage03_engine.errors import ConfigError
@@ -52,10 +52,11 @@ class OwnClasses:
             raise ConfigError("--engine-cls: an engine of your own writes text, and this model does something else")
         from stage03_engine.config import ModelConfig, VllmConfig as Config
 
-        model, device = config.model_config, replace(config.device_config, engine_cls=None, worker_cls="auto")
+        model = config.model_config
+        device = replace(config.device_config, **{"engine_cls": None, "worker_cls": "auto"})  # type: ignore[arg-type]
         same = ModelConfig(model=model.model, dtype=model.dtype, max_model_len=model.max_model_len, shape=model.shape)
-        kept = {"observability_config": config.observability_config, "scheduler_config": config.scheduler_config}
-        plain = Config(model_config=same, device_config=device, **kept)  # type: ignore[arg-type] # what nobody has asked for
+        kept: dict[str, Any] = {"observability_config": config.observability_config, "scheduler_config": config.scheduler_config}
+        plain = Config(model_config=same, device_config=device, **kept)  # what nobody has asked for
         seams = ("executor", "worker", "scheduler", "runner")
         asked = [name for seam in seams for name in config.hooks(seam) if name not in plain.hooks(seam)]
         if other or asked:
