@@ -163,7 +163,7 @@ class Clock:
         if isinstance(new, dict):
             for request_id, tokens in new.items():
                 self.came.setdefault(request_id, []).extend(map(int, tokens) if isinstance(tokens, list) else [])
-        return new  # type: ignore[no-any-return]
+        return new
 
     def ended(self, request_id: str) -> bool:
         """Has its last token come?"""

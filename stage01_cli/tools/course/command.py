@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import stage01_cli.tools.course as course
 from stage03_engine.args.command import CLISubcommand
@@ -66,6 +67,10 @@ class CourseSubcommand(CLISubcommand):
             metavar="PERCENT",
             help="of the points, lost for each day that has begun since",
         )
+        self._add_leaderboard(verbs)
+
+    @staticmethod
+    def _add_leaderboard(verbs: Any) -> None:
         board = verbs.add_parser("leaderboard", help=LEADERBOARD, description=LEADERBOARD + "." + UNPROTECTED)
         board.add_argument(
             "folder",

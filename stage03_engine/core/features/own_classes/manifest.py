@@ -53,9 +53,13 @@ class OwnClasses:
         from stage03_engine.config import ModelConfig, VllmConfig as Config
 
         model = config.model_config
-        device = replace(config.device_config, **{"engine_cls": None, "worker_cls": "auto"})  # type: ignore[arg-type]
+        none: dict[str, Any] = {"engine_cls": None, "worker_cls": "auto"}
+        device = replace(config.device_config, **none)
         same = ModelConfig(model=model.model, dtype=model.dtype, max_model_len=model.max_model_len, shape=model.shape)
-        kept: dict[str, Any] = {"observability_config": config.observability_config, "scheduler_config": config.scheduler_config}
+        kept: dict[str, Any] = {
+            "observability_config": config.observability_config,
+            "scheduler_config": config.scheduler_config,
+        }
         plain = Config(model_config=same, device_config=device, **kept)  # what nobody has asked for
         seams = ("executor", "worker", "scheduler", "runner")
         asked = [name for seam in seams for name in config.hooks(seam) if name not in plain.hooks(seam)]
