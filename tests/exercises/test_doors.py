@@ -16,7 +16,7 @@ from stage01_cli.tools.course.exercises import Exercise, exercises
 from stage01_cli.tools.own_server import own_server
 from stagetrace.check.difference import compare
 
-SHARED = ((1, 2, 3, 5, 6, 9, 10, 13, 15), (7, 12), (11, 8), (14, 4))
+SHARED = ((1, 2, 3, 5, 6, 9, 10, 13, 15), (7, 12), (11, 8), (14, 4), (16,))
 """Exercises that share a server: their parts replace different things. Of flags that gainsay each other the last one counts."""
 PASSED_ON = "from {module} import {name} as _reference\n\n\nclass {name}(_reference):\n    pass\n"
 TAKEN = "from {module} import {name}\n"
@@ -59,7 +59,7 @@ def test_the_parts_serve_and_decide_as_the_reference(numbers: tuple[int, ...], t
     group, own, right = [exercises()[each] for each in numbers], tmp_path / "own", tmp_path / "right"
     solutions = {each.name: solution(each, tmp_path) for each in group}
     answers, said, parts = served(group, solutions, own)
-    for module, name, file in parts:
+    for module, name, file in [part for part in parts if part[0]]:  # the others are named by a flag
         assert f"{serving.MARK} {module}.{name} is now the one in {file}" in said
     expected, _, _ = served(group, {}, right)
     assert answers == expected

@@ -191,6 +191,33 @@ def handout(folder: Path, numbers: Iterable[int] = ()) -> None:
     )
 
 
+def leaderboard(
+    folder: Path | None = None,
+    work: Path = WORK,
+    rounds: int = 3,
+    seed: int | None = None,
+    requests: int = 24,
+    rate: float = 4.0,
+    ttft: float = 500.0,
+    tpot: float = 50.0,
+) -> None:
+    """Engines of exercise 16 under one load: yours, or those in a folder of submissions, beside the reference and the project's own. Who answers
+    wrongly is out; the others are ranked by the requests per second that they serve within `ttft` and `tpot` milliseconds."""
+    from stage01_cli.tools.course import ranking as board
+
+    load = board.Load(board.any_seed() if seed is None else seed, requests, rate, ttft, tpot)
+    exercise = find(16)
+    own = _finished(exercise, work) if folder is None and exercise.solution(work).is_file() else None
+    entrants = board.entrants(folder, own)
+    for line in board.play(entrants, load, rounds):
+        print(line, flush=True)
+    print(
+        f"\n{requests} requests, {rate:g} per second, in time: TTFT {ttft:g} ms and TPOT {tpot:g} ms; --seed {load.seed}"
+    )
+    print(f"medians of {rounds} alternating rounds, ratio to the project's own in the same round; {board.machine()}")
+    print("\n".join(board.table(entrants)))
+
+
 def grade(
     folder: Path,
     csv: str | None = None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import stage01_cli.tools.course as course
 from stage03_engine.args.command import CLISubcommand
@@ -27,6 +28,9 @@ WITHOUT: dict[str, tuple[Callable[..., object], str]] = {
 }
 GRADE = "judge a folder of submissions, each in a sandbox of its own (Linux)"
 HANDOUT = "write a copy of the project without the answers to the exercises, for a class"
+LEADERBOARD = "engines of exercise 16 under a load that nobody has seen, ranked by goodput"
+UNPROTECTED = """ An engine needs sockets and a process, so it cannot run in the sandbox of `grade`: a submission is read before it runs, as there, and then
+runs with your rights. Let those of others run only on a machine that you can throw away."""
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -81,6 +85,31 @@ class CourseSubcommand(CLISubcommand):
             metavar="PERCENT",
             help="of the points, lost for each day that has begun since",
         )
+        self._add_leaderboard(verbs)
+
+    @staticmethod
+    def _add_leaderboard(verbs: Any) -> None:
+        board = verbs.add_parser("leaderboard", help=LEADERBOARD, description=LEADERBOARD + "." + UNPROTECTED)
+        board.add_argument(
+            "folder",
+            metavar="DIR",
+            type=Path,
+            nargs="?",
+            help="it holds files such as STUDENT/ex16_engine.py; without it yours runs",
+        )
+        board.add_argument("--work", type=Path, default=course.WORK, help="the folder of your files")
+        board.add_argument("--rounds", type=int, default=3, help="each with every engine in turn (%(default)s)")
+        board.add_argument("--seed", type=int, help="of the load; without it, one that nobody knows")
+        board.add_argument("--requests", type=int, default=24, help="in a round (%(default)s)")
+        board.add_argument("--rate", type=float, default=4.0, help="requests per second (%(default)s)")
+        board.add_argument(
+            "--ttft",
+            type=float,
+            default=500.0,
+            metavar="MS",
+            help="the first token is in time after so long (%(default)s)",
+        )
+        board.add_argument("--tpot", type=float, default=50.0, metavar="MS", help="and each further one (%(default)s)")
 
     def cmd(self, args: argparse.Namespace) -> int:
         """Do it. 1 if a check does not pass or a trace differs. Raises ConfigError for a file or folder that cannot be used."""
@@ -100,6 +129,11 @@ class CourseSubcommand(CLISubcommand):
             return 0
         if args.verb == "grade":
             course.grade(args.folder, args.csv, args.jobs, args.due, args.late, args.partial, args.results)
+            return 0
+        if args.verb == "leaderboard":
+            course.leaderboard(
+                args.folder, args.work, args.rounds, args.seed, args.requests, args.rate, args.ttft, args.tpot
+            )
             return 0
         arguments = [args.exercise] if args.verb in WITH_NUMBER else []
         more = {"again": args.again} if args.verb == "start" else {}

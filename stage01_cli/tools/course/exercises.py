@@ -72,6 +72,7 @@ class Exercise:
     needs: tuple[int, ...] = ()
     points: int = 10
     tensors: bool = False  # its check imports torch: 20 seconds instead of 5
+    alone: bool = False  # a file that imports anything of the project is not a solution
     serve: Serving = Serving()
 
     @property

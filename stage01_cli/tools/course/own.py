@@ -210,6 +210,8 @@ def _imports(exercise: Exercise, tree: ast.Module) -> Iterator[str]:
             yield f"Write your part yourself: line {line} imports {whole}, where solutions are."
         elif name in exercise.parts and module.startswith(PROJECT):
             yield f"Write {name} yourself: line {line} imports the reference from {module}."
+        elif exercise.alone and whole.startswith(PROJECT):
+            yield f"Write your part yourself: line {line} imports {module}, and this exercise takes nothing of the project."
 
 
 def _imported(tree: ast.Module) -> Iterator[tuple[str, str, int]]:

@@ -62,7 +62,8 @@ def door(parts: list[tuple[str, str, Path]], keep: tuple[str, ...] = ()) -> dict
 def parts_of(exercise: Exercise, solution: Path) -> list[tuple[str, str, Path]]:
     """What the exercise plugs in through the door."""
     where = [reference.partition(":") for reference in exercise.parts.values() if reference]
-    return [(module, name, solution) for module, _, name in where]
+    # what replaces nothing is named by a flag: the door then only makes a module of the file
+    return [(module, name, solution) for module, _, name in where] or [("", "", solution)]
 
 
 def behind_the_door(exercise: Exercise, solution: Path | None) -> Path | None:
