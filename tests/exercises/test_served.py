@@ -32,6 +32,7 @@ PLANTED = {
     13: ("arrival_is_admission", "Finding(rule='order'"),
     14: ("exchanges_sixteen_rows", "the answer to r0 differs"),
     15: ("one_n_for_all", "the answer to"),
+    16: ("a_cache_for_each_seat", "the answer to"),
 }
 """Exercise -> a mutant of its folder, or a text below, and words of the first difference."""
 
@@ -114,6 +115,24 @@ from stage03_engine.core.features.distributed.sharded_weights import cut, own_ra
 
 def all_reduce_in_place(x, group):
     reference(x[:16], group)
+''',
+    "a_cache_for_each_seat": '''
+"""Memory belongs to a seat, so nothing need be made for each request. But when somebody leaves, the others move up."""
+import runpy
+
+from stage01_cli.tools.course.exercises import find
+
+Reference = runpy.run_path(str(find(16).own_reference))["Engine"]
+
+
+class Engine(Reference):
+    def forward(self, batch):
+        seats = getattr(self, "seats", [])
+        self.seats = [*seats, *(each.cache for each in batch[len(seats) :])]
+        for sequence, cache in zip(batch, self.seats):
+            if len(sequence.cache[0, 0]) <= len(cache[0, 0]):
+                sequence.cache = cache
+        return super().forward(batch)
 ''',
 }  # fmt: skip
 """Parts that their authors believe to be right."""

@@ -14,6 +14,7 @@ from stagetrace.read.reader import Recording
 
 FACTS = 6  # of a step that are shown; the rest follows from them
 _ID = re.compile(r"\bcmpl-([a-zA-Z0-9_]+)-[0-9a-f*]+(?:-\d+)?")
+_PART = re.compile(r"\bstudent_\w+:")  # the module behind the door, which is named after the file
 _OUR_OWN = ("trace",)  # settings: the folders of the two runs
 
 
@@ -28,7 +29,7 @@ def settings_of(trace: Path) -> dict[str, str]:
         if event.name == "config.resolved":
             folder = f"({trace.parent}/"  # of the config file
             return {
-                name: where.replace(folder, "(")
+                name: _PART.sub("{part}:", where.replace(folder, "("))
                 for name, where in event.args["settings"].items()
                 if name not in _OUR_OWN
             }

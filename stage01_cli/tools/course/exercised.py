@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,6 +17,7 @@ from stagetrace.read.reader import Recording
 COUNTS = {
     "clients": "clients",
     "steps": "steps of the engine",
+    "at_once": "requests in one step",
     "chunks": "chunks of prompts that needed more than one step",
     "mixed_steps": "steps with prefill beside decode",
     "waits_for_budget": "steps in which somebody waited for the budget",
@@ -44,6 +46,7 @@ COUNTS = {
     "routes": "answers of a route of your own",
 }
 """Name -> in words."""
+_PLURAL = re.compile(r"(\w)s\b")
 _RULES = {"budget": "waits_for_budget", "blocks": "waits_for_blocks", "max_num_seqs": "waits_for_seats"}
 _SOURCES = {"command line": "from_flags", "environment": "from_variables", "config file": "from_file"}
 
@@ -67,6 +70,8 @@ class _Counting:
                 found["clients"] += 1
             case "sched.output":
                 found["steps"] += 1
+            case "engine.step":
+                found["at_once"] = max(found["at_once"], args["running"])
             case "sched.scheduled":
                 self._scheduled(event)
             case "sched.held_back" if args["rule"] in _RULES:
@@ -151,8 +156,7 @@ def in_words(found: dict[str, int]) -> str:
 
 def singular(words: str, number: int) -> str:
     """The words for one."""
-    first, *rest = words.split(" ")
-    return " ".join([first.removesuffix("s") if number == 1 else first, *rest])
+    return _PLURAL.sub(r"\1", words, count=1) if number == 1 else words
 
 
 def missing(wanted: dict[str, int], found: dict[str, int]) -> list[str]:
