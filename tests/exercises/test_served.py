@@ -31,7 +31,7 @@ PLANTED = {
     12: ("budget_for_each_queue", "your trace breaks a rule"),
     13: ("arrival_is_admission", "Finding(rule='order'"),
     14: ("exchanges_sixteen_rows", "the answer to r0 differs"),
-    15: ("one_n_for_all", "the answer to"),
+    15: ("one_n_for_the_batch", "the answer to r1 differs"),
 }
 """Exercise -> a mutant of its folder, or a text below, and words of the first difference."""
 
@@ -115,8 +115,21 @@ from stage03_engine.core.features.distributed.sharded_weights import cut, own_ra
 def all_reduce_in_place(x, group):
     reference(x[:16], group)
 ''',
+    "one_n_for_the_batch": '''
+
+
+class NoRepeatNgram(NoRepeatNgram):
+    """A batch has one setting: that of its first request."""
+
+    def apply(self, logits, rows):
+        import types
+
+        return super().apply(logits, [types.SimpleNamespace(
+            sampling_params=rows[0].sampling_params, prompt_token_ids=row.prompt_token_ids, output_token_ids=row.output_token_ids
+        ) for row in rows])
+''',
 }  # fmt: skip
-"""Parts that their authors believe to be right."""
+"""Parts that their authors believe to be right; after the reference's text, where the project has no such part."""
 
 
 @cache
@@ -132,7 +145,8 @@ def planted(exercise: Exercise, folder: Path) -> Path:
     if name not in TEXTS:
         return exercise.folder / "mutants" / f"{name}.py"
     path = folder / f"{name}.py"
-    path.write_text(TEXTS[name], encoding="utf-8")
+    before = exercise.own_reference.read_text(encoding="utf-8") if exercise.own_reference.is_file() else ""
+    path.write_text(before + TEXTS[name], encoding="utf-8")
     return path
 
 
