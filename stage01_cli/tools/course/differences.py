@@ -28,7 +28,7 @@ def settings_of(trace: Path) -> dict[str, str]:
         if event.name == "config.resolved":
             folder = f"({trace.parent}/"  # of the config file
             return {
-                name: where.replace(folder, "(")
+                name: _of_a_part(where.replace(folder, "("))
                 for name, where in event.args["settings"].items()
                 if name not in _OUR_OWN
             }
