@@ -31,7 +31,7 @@ PLANTED = {
     12: ("budget_for_each_queue", "your trace breaks a rule"),
     13: ("arrival_is_admission", "Finding(rule='order'"),
     14: ("exchanges_sixteen_rows", "the answer to r0 differs"),
-    15: ("one_n_for_all", "the answer to"),
+    15: ("one_n_for_the_batch", "the answer to r1 differs"),
     16: ("a_cache_for_each_seat", "the answer to"),
 }
 """Exercise -> a mutant of its folder, or a text below, and words of the first difference."""
@@ -116,16 +116,25 @@ from stage03_engine.core.features.distributed.sharded_weights import cut, own_ra
 def all_reduce_in_place(x, group):
     reference(x[:16], group)
 ''',
+    "one_n_for_the_batch": '''
+
+
+class NoRepeatNgram(NoRepeatNgram):
+    """A batch has one setting: that of its first request."""
+
+    def apply(self, logits, rows):
+        import types
+
+        return super().apply(logits, [types.SimpleNamespace(
+            sampling_params=rows[0].sampling_params, prompt_token_ids=row.prompt_token_ids, output_token_ids=row.output_token_ids
+        ) for row in rows])
+''',
     "a_cache_for_each_seat": '''
-"""Memory belongs to a seat, so nothing need be made for each request. But when somebody leaves, the others move up."""
-import runpy
-
-from stage01_cli.tools.course.exercises import find
-
-Reference = runpy.run_path(str(find(16).own_reference))["Engine"]
 
 
-class Engine(Reference):
+class Engine(Engine):
+    """Memory belongs to a seat, so nothing need be made for each request. But when somebody leaves, the others move up."""
+
     def forward(self, batch):
         seats = getattr(self, "seats", [])
         self.seats = [*seats, *(each.cache for each in batch[len(seats) :])]
@@ -135,7 +144,7 @@ class Engine(Reference):
         return super().forward(batch)
 ''',
 }  # fmt: skip
-"""Parts that their authors believe to be right."""
+"""Parts that their authors believe to be right; after the reference's text, where the project has no such part."""
 
 
 @cache
@@ -151,7 +160,8 @@ def planted(exercise: Exercise, folder: Path) -> Path:
     if name not in TEXTS:
         return exercise.folder / "mutants" / f"{name}.py"
     path = folder / f"{name}.py"
-    path.write_text(TEXTS[name], encoding="utf-8")
+    before = exercise.own_reference.read_text(encoding="utf-8") if exercise.own_reference.is_file() else ""
+    path.write_text(before + TEXTS[name], encoding="utf-8")
     return path
 
 
