@@ -59,9 +59,7 @@ async def serve_http(
     listening = asyncio.Event()
 
     def on_listening() -> None:
-        # Connections inherit it, and those that have just closed then leave the port to the next server. Not before it
-        # listens: two sockets with this flag may share a port until one of them does.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections inherit it: the next server may have the port
         listening.set()
         lifecycle.announce()
         logger.info("HTTP is up at %s while the model loads.", address)
