@@ -59,7 +59,7 @@ async def serve_http(
     listening = asyncio.Event()
 
     def on_listening() -> None:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections inherit it: the next server may have the port
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # inherited; frees the port at the end
         listening.set()
         lifecycle.announce()
         logger.info("HTTP is up at %s while the model loads.", address)
