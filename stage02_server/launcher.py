@@ -59,9 +59,7 @@ async def serve_http(
     listening = asyncio.Event()
 
     def on_listening() -> None:
-        # Connections inherit it, and those that have just closed then leave the port to the next server. Not before it
-        # listens: two sockets with this flag may share a port until one of them does.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # inherited; frees the port at the end
         listening.set()
         lifecycle.announce()
         logger.info("HTTP is up at %s while the model loads.", address)
