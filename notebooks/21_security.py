@@ -198,7 +198,8 @@ except msgspec.DecodeError as error:
 #
 # ## 3. Bombs: small to send, large to unpack
 #
-# Each of these is some hundred bytes. A regular expression, a schema or a template is a program, and its author chooses how long it runs (CVE-2025-48887, CVE-2025-48942, CVE-2025-48943, CVE-2025-61620).
+# Each of these is some hundred bytes. A regular expression, a schema or a template is a program, and its author chooses how long it runs (CVE-2025-48887, CVE-2025-61620); and one
+# that is none must not end the server (CVE-2025-48942, CVE-2025-48943).
 
 # %% [markdown] tags=["predict"]
 # > **Predict.** Four bombs: which of them are refused, and does the server serve others afterwards? Guess how many of the four get a status other than 400.

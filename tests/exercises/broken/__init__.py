@@ -47,7 +47,9 @@ def sources(exercise: Exercise) -> dict[ModuleType, list[str]]:
     own = load(exercise.own_reference) if exercise.own_reference.is_file() else None
     where: dict[ModuleType, list[str]] = {}
     for name, text in exercise.parts.items():
-        where.setdefault(own or import_module(text.partition(":")[0]), []).append(name)
+        here = getattr(vars(own).get(name), "__module__", None) == own.__name__ if own else False
+        module = own if own and here else import_module(text.partition(":")[0])
+        where.setdefault(module, []).append(name)
     return where
 
 

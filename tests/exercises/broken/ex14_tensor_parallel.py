@@ -169,6 +169,15 @@ BROKEN = [
     broken(
         "row", "each of them twice", (_ROW, "        return all_reduce(all_reduce(self.inner(x)))\n"), module=LAYERS
     ),
+    broken(
+        "packed",
+        "the inner layer's matrix",
+        (
+            _ROW,
+            "        y = x @ self.inner.weight.T\n        return all_reduce(y if self.inner.bias is None else y + self.inner.bias)\n",
+        ),
+        module=LAYERS,
+    ),
     broken("row", "side by side", (_ROW, "        return all_gather(self.inner(x))\n"), module=LAYERS),
     broken("row", "the inputs instead", (_ROW, "        return self.inner(all_reduce(x))\n"), module=LAYERS),
     broken("bias_once", "by everybody", (_BIAS, ""), module=LAYERS),
