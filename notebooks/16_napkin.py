@@ -4,7 +4,7 @@
 # *Before: [08](08_execution.ipynb), [15](15_check_a_document.ipynb) · about 60 minutes with the exercise*
 #
 # **Question.** Somebody wants to serve Llama-2-7B on one H100: for how many users, at what price for a million tokens? You have a data sheet, the model's config.json and the back
-# of a napkin. How far do bytes and operations alone lead? And how wrong are they, on a machine where you can look?
+# of a napkin. How far do bytes and operations alone get you? And how wrong are they, on a machine where you can look?
 #
 # | part | here | vLLM |
 # |---|---|---|
@@ -59,7 +59,7 @@ lab.claim("the first wall: memory", fit == on_paper.memory_wall(llama, h100, loa
 lab.compare(kilobytes_of_a_token=round(per_token / 1e3), contexts_that_fit=fit)
 
 # %% [markdown]
-# A token of context takes half a megabyte; 26,000 of them take as much as all weights. Models of today let several query heads share a key/value head, which Llama-3.1-8B does four by
+# A token of context takes half a megabyte; 26,000 of them take as much as all weights. Models of today let several query heads share a key/value head, which Llama-3.1-8B does in groups of
 # four, and that is the first thing to look for in a config.json.
 #
 # ## A decode step
@@ -89,7 +89,7 @@ lab.claim(
 lab.compare(ms_of_one=round(steps[1], 1), times_100=round(steps[100] / steps[1], 1))
 
 # %% [markdown]
-# That the weights are read once for all is what makes serving cheap. From some batch on, computing would take longer than reading, and a larger batch gives nothing more. Where do they cross?
+# That the weights are read once for all is what makes serving cheap. Beyond some batch size computing would take longer than reading, and a larger batch gives nothing more. Where do they cross?
 
 # %%
 figure, axes = plt.subplots(1, 2, figsize=(10, 3.4), sharey=True)
@@ -119,12 +119,13 @@ lab.picture(figure)
 lab.claim("with contexts of 2,048 tokens no batch makes a decode wait for arithmetic", crossing == float("inf"))
 
 # %% [markdown]
-# The rule of thumb is that they cross where the batch is the chip's number of operations per byte (here 295, with weights of two bytes). It holds for no context at all. A context is read for one user and is
-# used by one user, so it is never shared: with long ones, computing never takes over, at whatever batch. Long contexts make a decode wait for memory, always.
+# The rule of thumb is that they cross where the batch is the chip's number of operations per byte (here 295, with weights of two bytes). It holds only without any context. A context is read for one user and is
+# used by one user, so it is never shared: with long ones, computing never takes over, at whatever batch size. Here that begins at about 90 tokens: with models like these, decode waits for memory. (Where many query heads
+# share one latent, as in DeepSeek's MLA, it need not.)
 #
 # ## A prompt
 #
-# A prompt reads the weights once and uses them for all of its tokens. From some hundred tokens on it waits for arithmetic, and everybody else waits for it.
+# A prompt reads the weights once and uses them for all of its tokens. From a few hundred tokens on it waits for arithmetic, and everybody else waits for it.
 
 # %%
 for prompt in (1, 64, 512, 4000):
@@ -135,7 +136,7 @@ for prompt in (1, 64, 512, 4000):
 # ## The walls, and the price
 #
 # A user asks, gets an answer, and asks again. While one gets 256 tokens, each of the others sends one prompt: so a further token takes a step, and for each user 1/256 of a prefill. This gives three
-# numbers of users: what fits into memory, and what the promised TPOT leaves time to read, and to compute. The lowest counts.
+# limits on the number of users: what fits into memory, and what the promised TPOT leaves time to read, and to compute. The lowest counts.
 
 # %% [markdown] tags=["predict"]
 # > **Predict.** Which wall does Llama-2-7B hit on an H100 first: memory, bandwidth or arithmetic? And what do weights of one byte, instead of two, change about the number of users: nothing, a
@@ -184,7 +185,7 @@ lab.table(
 first = found["as above"]
 gain = found["weights of 1 byte"].users / first.users
 lab.claim("memory is the wall here, and the promise is not even used up", first.wall == "memory" and first.tpot < 0.05)
-lab.claim("weights of half the size give few users more", 1 < gain < 1.2)
+lab.claim("weights of half the size give only a few more users", 1 < gain < 1.2)
 lab.claim("a KV cache of half the size gives twice as many", found["KV cache of 1 byte"].users // 2 == first.users)
 lab.claim(
     "heads that share keys and values: nearly four times as many fit", found["Llama-3.1-8B"].memory_wall > 3 * fit
@@ -211,8 +212,8 @@ display(HTML(frame + "</iframe></div>"))
 # %% [markdown]
 # ## This machine
 #
-# Now the same where a prediction can fail. The chip is one thread of this processor. Its data sheet is measured: how fast does it add up a long tensor, how fast does it multiply two square ones? (Seconds are
-# those of this thread on a processor, so that what else runs here counts little.)
+# Now on a machine where we can check the prediction. The chip is one thread of this processor. Its data sheet is measured: how fast does it add up a long tensor, how fast does it multiply two square ones? (Times are
+# this thread's CPU time, so other programs hardly matter.)
 
 
 # %%

@@ -47,7 +47,7 @@ GROUP, SCALE = HEADS // KV_HEADS, DIM**-0.5
 # %% [markdown]
 # ## The twin, and the counter
 #
-# A request has some keys and values, and one new token asks: a decode. The twin is what a reader believes at once.
+# A request has some keys and values, and one new token asks: a decode. The twin is a plain version that you can check by reading.
 #
 # Triton's interpreter runs a kernel with NumPy, one program after the other. Its times say nothing about a GPU, so they are not measured here. What it can tell exactly is what a kernel asks of memory: the counter below adds up the numbers that
 # are loaded.
@@ -361,8 +361,8 @@ lab.compare(busy=KV_HEADS, share_of_the_table="a hundredth")
 # %% [markdown]
 # ## 6. Splits
 #
-# Two. Two programs walk through 32,000 keys, and 130 multiprocessors look on. The loop is the only thing that is long, so cut it: each program takes a share of the keys, and leaves its own result with the logarithm of the sum of its weights. The results are
-# then weighed by these (Dao et al. 2023, Flash-Decoding). Here the last step is three lines of torch; the project has a second kernel for it.
+# Two. Two programs walk through 32,000 keys, and 130 multiprocessors sit idle. The loop is the only thing that is long, so cut it: each program takes a share of the keys, and leaves its own result with the logarithm of the sum of its weights. The results are
+# then weighted by these (Dao et al. 2023, Flash-Decoding). Here the last step is three lines of torch; the project has a second kernel for it.
 
 
 # %%
@@ -461,7 +461,7 @@ def compiled(variants):
 DOT = {"ROWS": 16, "TILE": 64, **SIZES}
 said = compiled(
     [
-        *((f"2, {keys} keys", "step_2", {"PADDED": keys, **SIZES}) for keys in (64, 128, 256)),
+        *((f"2, {keys} keys", "step_2", {"PADDED": keys, **SIZES}) for keys in (64, 256, 1024)),
         ("3, any number", "step_3", {"TILE": 64, **SIZES}),
         ("4", "step_4", DOT),
         ("5", "step_5", {"BLOCK_SIZE": 16, **DOT}),
@@ -474,6 +474,7 @@ by_name = {one["variant"]: one for one in said}
 assert not [one["error"] for one in said if one["error"]]
 growth = by_name["2, 256 keys"]["registers"] / by_name["2, 64 keys"]["registers"]
 lab.claim("step 2 takes more registers the more keys there are", growth > 2)
+lab.claim("and spills when a thread's 255 are used up", by_name["2, 1024 keys"]["spilled_bytes"] > 0)
 lab.claim("a tile takes what it takes, and spills nothing", by_name["3, any number"]["spilled_bytes"] == 0)
 lab.claim(
     "the matrix unit comes in with step 4",
@@ -483,12 +484,12 @@ lab.claim("the block table costs no spill", by_name["5"]["spilled_bytes"] == by_
 lab.compare(step_2_times=growth, step_3_times=1)
 
 # %% [markdown]
-# Step 2 takes ever more registers: a thread has 255, so some hundred keys more are the end of it (and the compiler, which writes out each of these registers' instructions, takes minutes). Step 3 is compiled
+# Step 2 takes ever more registers. A thread has 255; what no longer fits is written to memory and read back. Step 3 is compiled
 # once, for any context. What each column shows:
 #
 # - **registers** of a thread: a multiprocessor has 65,536, so kernels that take few have more warps that can wait for memory at the same time;
-# - **spilled bytes** of a thread: what did not fit, written to memory and read back. Anything but 0 is a kernel that is cut wrong;
-# - **shared bytes** of a program: where tiles wait for the matrix unit;
+# - **spilled bytes** of a thread: what did not fit, written to memory and read back. Anything but 0 is a kernel that is badly tiled;
+# - **shared bytes** of a program: where tiles wait for the matrix unit (NVIDIA: Tensor Core);
 # - **wide loads**: instructions that load 128 bits at once. Where the compiler cannot know that neighbours lie side by side, it loads one by one;
 # - **matrix ops**: products in the matrix unit.
 #
@@ -498,7 +499,7 @@ lab.compare(step_2_times=growth, step_3_times=1)
 lab.table(measured.values(), "step", "programs", "numbers loaded", "time")
 if INTERPRETED:
     lab.claim("groups load a quarter of what heads load", measured["4 groups"][2] * 3.9 < measured["3 tiles"][2])
-lab.claim("splits make programs of one request", measured["6 splits"][1] == 4 * measured["5 blocks"][1])
+lab.claim("splits turn one request into several programs", measured["6 splits"][1] == 4 * measured["5 blocks"][1])
 
 # %% [markdown]
 # And the project's own kernel, on the same request:
@@ -515,7 +516,7 @@ if INTERPRETED:
 
 # %% [markdown]
 # What it does that step 6 does not: several requests in one launch, prompts of many tokens that must not see what comes after them, a sliding window, rows that see no key at all, heads whose size is no power of two, and a load of the block table that is one
-# turn early. These you write in [exercise 7](exercises/ex07_triton_attention/README.md), which a judge checks function by function, and which then serves:
+# iteration ahead. These you write in [exercise 7](exercises/ex07_triton_attention/README.md), which a judge checks function by function, and which then serves:
 #
 # ```python
 # import stage01_cli.tools.course as course; course.start(7)

@@ -138,7 +138,7 @@ lab.compare(quantile_ms=answer)
 # are 12 blocks, of which requests can have 11.
 
 # %% [markdown] tags=["predict"]
-# > **Predict.** How many preemptions does the crowd of short requests cause, and how many requests wait at most in each case?
+# > **Predict.** How many preemptions does the crowd of short requests cause, and how many of its requests wait at most?
 
 # %% tags=["predict"]
 lab.predict(preemptions_of_the_crowd=None, most_waiting_in_the_crowd=None)  # two numbers
@@ -285,10 +285,10 @@ lab.claim(
     "long answers: preemptions, and no word of the queue",
     "Preemptions" in marks["long answers"] and "QueueGrows" not in marks["long answers"],
 )
-lab.claim("a dead engine: it, and then the server", marks["a dead engine"] == ["EngineDead", "ServerGone"])
+lab.claim("a dead engine: first EngineDead, then ServerGone", marks["a dead engine"] == ["EngineDead", "ServerGone"])
 
 # %% [markdown]
-# Only three of them wake somebody (`page`): those behind which a client waits, or nobody answers. A full cache is no trouble by itself: it is what you have bought the memory for. Preemptions can wait until the
+# Only four of them wake somebody (`page`): those where a client is waiting, or nobody answers. A full cache is no trouble by itself: it is what you have bought the memory for. Preemptions can wait until the
 # morning.
 #
 # A monitor that asks every 15 seconds would have to be lucky to see any of this. The recording has each step:
@@ -303,15 +303,17 @@ at = [number for number, step in enumerate(steps) if step.preempted]
 axes.plot(at, [12] * len(at), "v", color=KINDS["preempted"].face, label="a preemption")
 axes.set(xlabel="step", ylabel="number", ylim=(0, 13))
 axes.legend(loc="center left", fontsize=8)
-lab.picture(figure, "First the crowd: a queue, and blocks to spare. Then the long answers: no queue, and preemptions.")
-waiting = max(step.waiting for step in steps)
+lab.picture(
+    figure,
+    "First the crowd: a queue, and blocks to spare. Then the long answers: preemptions, and only those who lost their place wait.",
+)
 lab.claim("the cache was full, whether or not a scrape saw it", max(usage) > 0.9)
-lab.compare(preemptions_of_the_crowd=0, most_waiting_in_the_crowd=waiting)
+lab.compare(preemptions_of_the_crowd=0, most_waiting_in_the_crowd=int(highest("a crowd", WAITING)))
 
 # %% [markdown]
 # > **What is often said**, and in which of the [five descriptions](MAP.md)
 # >
-# > - *"Prometheus metrics (if enabled)"* (*Executive Summary*, monitoring). They are always there, from the start.
+# > - *"Prometheus metrics (if enabled)"* (*Executive Summary*, monitoring). They are there without a flag, from the start (vLLM's `--disable-log-stats` takes its own away).
 # > - *"API timeouts: server overloaded: reduce batch size or add more GPUs"* (*Executive Summary*, common issues). The smaller batch is right for long answers, and makes it worse for
 # >   a crowd: that has blocks to spare, and lacks seats.
 # > - *"Memory leak: check for stuck requests or restart server"* (*Executive Summary*, common issues). Look whether the usage of the cache goes back to 0 when nobody is there. Here it does.
@@ -334,7 +336,7 @@ lab.claim("no block is lost", total(situations["long answers"][1][-1], "vllm:kv_
 # - In the infinite bucket nothing is known: the answer is the highest finite bound.
 # - Without any value the answer is not a number (`math.nan`).
 #
-# The real part is [`quantile`](alarms.py), which does as Prometheus's `histogram_quantile` does.
+# The real part is [`quantile`](alarms.py), which does as Prometheus's `histogram_quantile` does (for a `q` of 0 and an empty first bucket that has no number, and this one the bucket's beginning).
 
 
 # %% tags=["exercise"]

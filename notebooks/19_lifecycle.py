@@ -83,14 +83,14 @@ lab.compare(health_while_loading=server.early[0][0], version_while_loading=serve
 # - **Liveness**: is it worth waiting for this process, or must somebody start it again? `/version` answers as long as HTTP works.
 # - **Readiness**: should a new request go there? `/health` says 200 only then.
 #
-# A probe for liveness that asks `/health` ends each server whose model takes longer to load than the probe is patient. Kubernetes then starts it again, and it loads again: for ever.
+# A probe for liveness that asks `/health` ends each server whose model takes longer to load than the probe is patient. Kubernetes then starts it again, and it loads again: for ever. (A `startupProbe` is the usual cure: until it succeeds the others do not run.)
 #
 # ## SIGTERM
 #
 # Two streams run: a short one, and one of 400 tokens. Then somebody deploys a new version.
 
 # %% [markdown] tags=["predict"]
-# > **Predict.** After SIGTERM: how many of the two streams come to their end, if we wait? What is the status of a new request meanwhile? A second SIGTERM follows when the short stream has ended. With
+# > **Predict.** After SIGTERM: how many of the two streams finish, if we wait? What is the status of a new request meanwhile? A second SIGTERM follows when the short stream has ended. With
 # > which exit code does the server end?
 
 # %% tags=["predict"]
@@ -120,11 +120,11 @@ lab.compare(new_request=status, exit_code_after_two_signals=exit_code)
 # An error in the stream matters: without one a client cannot tell a text that is cut from one that is complete. And exit code 0 after a signal tells the supervisor that this was no accident.
 #
 # Two numbers must fit together: `--shutdown-timeout` (how long running requests get) and the supervisor's own patience (`terminationGracePeriodSeconds` in Kubernetes, `TimeoutStopSec` in systemd), which ends in
-# `kill -9`. The second has to be the longer one. If the balancer still sends requests while it has not noticed, they get a 503 with nothing done: they can safely be sent elsewhere.
+# `kill -9`. The second has to be the longer one. Requests that the balancer sends before it notices get a 503, and nothing was done for them: they can safely be sent elsewhere.
 #
 # ## Again on the same port, at once
 #
-# TCP keeps the last connections of a port in mind for a minute (TIME_WAIT). A server that binds without `SO_REUSEADDR` would have to wait for that.
+# TCP remembers the last connections of a port for a minute (TIME_WAIT). A server that binds without `SO_REUSEADDR` would have to wait for that.
 
 # %%
 from stage02_server.api_server import create_server_socket

@@ -76,7 +76,7 @@ first = yes_or_no.start()
 print("first:", shown(allowed(first)))
 (y,) = tokenizer.encode("y")
 second = yes_or_no.accept([y])
-print("behind 'y':", shown(allowed(second)))
+print("after 'y':", shown(allowed(second)))
 print(f"a mask: {len(first.mask)} bytes for {SIZE:,} tokens")
 lab.claim("a bit for each token, in words of 32", len(first.mask) == -(-SIZE // 32) * 4)
 lab.compare(allowed_first=len(allowed(first)), allowed_after_y=len(allowed(second)))
@@ -168,7 +168,7 @@ axes.bar(range(len(counts)), counts, color=KINDS["prefill"].face)
 axes.set_yscale("log")
 axes.set_xticks(range(len(counts)), [repr(tokenizer.token_text(i))[1:-1] for i in ids], rotation=60, fontsize=7)
 axes.set(ylabel="allowed tokens", xlabel="the token that came")
-lab.picture(figure, f"Of {SIZE:,} tokens, only a few are ever allowed. Where it is one, the model is not asked.")
+lab.picture(figure, f"Of {SIZE:,} tokens, only a few are ever allowed. Where it is one, the model has no choice.")
 forced_steps = counts.count(1)
 print(f"{forced_steps} of {len(counts)} steps had one allowed token")
 lab.claim("at the end nothing can follow", states[-1].complete and not states[-1].mask)
@@ -176,7 +176,7 @@ lab.claim("at the end nothing can follow", states[-1].complete and not states[-1
 # %% [markdown]
 # Where only one token is allowed, a whole pass through the model has been computed for nothing. **Jump-ahead** writes what is forced into the request at once, as if it were prompt: several tokens in one step. It has a
 # catch: whoever writes the forced *text* must choose its tokens, and the usual way to spell it may reach over the end of what is forced (`": "` and `1` may be one token, `": 1`). Neither vLLM's default path nor this
-# project does it. What both do is the end: as soon as nothing can follow, the request ends, without a step for an end-of-text token.
+# project does it. The end comes early here: as soon as nothing can follow, the request ends. vLLM's guidance backend leaves only the end-of-text token allowed then, and spends one more step on it.
 
 # %%
 lab.claim("it ended because the text was complete", forced["finish_reason"] == "stop" and forced["text"].endswith("}"))
@@ -212,10 +212,10 @@ for kind in ("choice", "regex"):
 # The grammar of a request must be compiled before its first token. That takes from a millisecond to for ever: a grammar is a program that a stranger has written. Where may it be compiled?
 
 # %% [markdown] tags=["predict"]
-# > **Predict.** Two requests arrive one after the other: the first with a new schema, the second without one. The engine serves first come, first served. Which of them is admitted first?
+# > **Predict.** A request arrives whose schema would take minutes to compile, and after it three without one. The engine serves first come, first served. Who is admitted first: the bomb, or those behind it?
 
 # %% tags=["predict"]
-lab.predict(admitted_first=None)  # "with" or "without" a grammar
+lab.predict(admitted_first=None)  # "the bomb" or "those behind it"
 
 # %%
 BOMB = {"type": "integer", "multipleOf": 123456789}  # 44 characters, and minutes of work
@@ -240,11 +240,11 @@ print(
 )
 
 # %% [markdown]
-# A new grammar is first compiled in a process of its own that has a limit of time and of memory ([`GrammarChecker`](../stage03_engine/core/features/structured_output/grammar_checker.py)): a thread cannot be stopped, a process can. Only what has
+# A new grammar is first compiled in a process of its own that has a limit of time and of memory ([`GrammarChecker`](../stage03_engine/core/features/structured_output/grammar_checker.py)): a thread cannot be stopped, a process can. The first request with a grammar waits for that process to start. Only what has
 # passed is compiled in the engine, in a thread, while the steps of the others go on. The server's event loop does not even begin: it checks the length and sends the text on.
 #
-# Why does the *scheduler* deal with the mask, and not the sampler alone? Because three of its decisions hang on the grammar: a request waits until its grammar is there, and others pass it; the mask of a step
-# depends on every token before it, so no step can be scheduled ahead of the last one's result; and the grammar says when the request ends.
+# Why does the *scheduler* deal with the mask, and not the sampler alone? Because three of its decisions depend on the grammar: a request waits until its grammar is there, and others pass it; the mask of a step
+# depends on every token before it, so here no step is scheduled ahead of the last one's result (vLLM schedules and runs the model ahead, and defers only the sampling); and the grammar says when the request ends.
 
 # %%
 server.close()
@@ -266,7 +266,7 @@ lab.claim(
     names.index("grammar.compiled") < names.index("grammar.ready") < names.index("sched.admit"),
 )
 lab.claim("the request ended by its grammar", story[-1].args["by"] == "grammar")
-lab.compare(admitted_first="without")
+lab.compare(admitted_first="those behind it")
 
 # %% [markdown]
 # ## What it costs
@@ -304,7 +304,7 @@ lab.claim("a mask is a bit a token: an eighth of a byte, not the 4 of a logit", 
 #
 # > **What is often said**, and in which of the [five descriptions](MAP.md)
 # >
-# > - *"Apply guided decoding logits processor"* before `forward()` (*REST API to Inference*, layer 9). Then there are no logits yet. The mask comes behind the model, on the row of the last token.
+# > - *"Apply guided decoding logits processor"* before `forward()` (*REST API to Inference*, layer 9). Then there are no logits yet. The mask comes after the model, on the row of the last token.
 # > - *Temperature, top-k, top-p, and then logits processors* (*REST API to Inference*, layer 9). In this order top-k could leave only tokens that the grammar forbids. The mask comes first.
 
 # %%

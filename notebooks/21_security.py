@@ -3,7 +3,7 @@
 #
 # *Before: [06](06_request.ipynb), [07](07_into_the_engine.ipynb) · about 60 minutes with the exercise*
 #
-# **Question.** A model server runs for hours on the most expensive machine of the house, takes programs from strangers (grammars, templates, regular expressions), and shares one cache among all of them. What can a client
+# **Question.** A model server runs for hours on the most expensive machine in the house, takes programs from strangers (grammars, templates, regular expressions), and shares one cache among all of them. What can a client
 # learn, break or hold up, and what stops it?
 #
 # You attack a server of your own in eight ways. Behind most of them stands a published vulnerability of vLLM. They are named because they show which mistakes good engineers make here; all are fixed by now, or were
@@ -93,7 +93,7 @@ print("without a key:", without)
 listening = [c.laddr for c in psutil.Process(server.process.pid).net_connections("inet") if c.status == "LISTEN"]
 children = psutil.Process(server.process.pid).children(recursive=True)
 more = [c.laddr for child in children for c in child.net_connections("inet") if c.status == "LISTEN"]
-print("listening:", len(listening), "socket of the server,", len(more), "of its", len(children), "children")
+print("listening:", len(listening), "socket of the server,", len(more), "of its", len(children), "child processes")
 lab.claim("one port listens", len(listening) == 1 and not more)
 lab.claim("a route that nobody has thought of is closed too", without["/no-such-route"] == 401)
 lab.claim("a wrong key is no key", ask("/v1/models", key=ALICE[:-1] + "x")[0] == 401)
@@ -144,7 +144,8 @@ lab.compare(alice_again=found["Alice again"], bob_guesses=found["Bob guesses it"
 #
 # ## 2. A program on a socket
 #
-# The processes talk through ZMQ. Several of vLLM's worst vulnerabilities were a `pickle` there, on a socket that listens to everybody (CVE-2025-32444, CVE-2025-30165, CVE-2025-47277): to unpickle is to run what the sender wants.
+# The processes talk through ZMQ. Several of vLLM's worst vulnerabilities were a `pickle` on a socket that others could reach or answer for (CVE-2025-32444 and CVE-2025-30165 on ZMQ, CVE-2025-47277 on torch's store): to unpickle is to run
+# what the sender wants.
 
 
 # %%
@@ -194,12 +195,13 @@ except msgspec.DecodeError as error:
     print("a decoder of messages says:", error)
 
 # %% [markdown]
-# A decoder that knows the types it expects can only build these. The same is true of files: weights are read as safetensors, because `torch.load` is a pickle, too (CVE-2025-24357, and CVE-2025-62164 for prompts that came as tensors).
+# A decoder that knows the types it expects can only build these. The same is true of files: weights are read as safetensors, because `torch.load` is a pickle, too (CVE-2025-24357); and where prompts came as tensors, even `weights_only=True` was not enough (CVE-2025-62164: a sparse one wrote out of
+# bounds).
 #
 # ## 3. Bombs: small to send, large to unpack
 #
-# Each of these is some hundred bytes. A regular expression, a schema or a template is a program, and its author chooses how long it runs (CVE-2025-48887, CVE-2025-61620); and one
-# that is none must not end the server (CVE-2025-48942, CVE-2025-48943).
+# Each of these is about a hundred bytes or less. A regular expression, a schema or a template is a program, and its author chooses how long it runs (CVE-2025-61620; in CVE-2025-48887 the expression was vLLM's own, and the text to search was
+# not). An invalid one must not bring the server down (CVE-2025-48942, CVE-2025-48943).
 
 # %% [markdown] tags=["predict"]
 # > **Predict.** Four bombs: which of them are refused, and does the server serve others afterwards? Guess how many of the four get a status other than 400.
@@ -225,7 +227,7 @@ lab.claim("no bomb is a 500", all(row[1] < 500 for row in rows))
 lab.compare(other_than_400=sum(row[1] != 400 for row in rows))
 
 # %% [markdown]
-# The first one is answered: its compiler counts its work, and one token of it costs little. The others are refused. But refused is not enough: it matters *where* they run meanwhile. Grammars and templates run in processes of their own, with a limit of time and memory that the operating system enforces ([20](20_structured_output.ipynb)), and never on the event loop, which all clients share. And a template may not come
+# The first one is answered: its compiler works lazily and counts its steps, so one token of it costs little. The others are refused. But refused is not enough: it matters *where* they run meanwhile. Grammars and templates run in processes of their own, with a limit of time and memory that the operating system enforces ([20](20_structured_output.ipynb)), and never on the event loop, which all clients share. And a template may not come
 # with a request at all unless the operator says so (`--trust-request-chat-template`).
 #
 # ## 4. Fetch this for me
@@ -305,7 +307,7 @@ while not (lines := [line.rstrip("\n") for line in server.log if "/odd" in line]
     alive()
 print("the log:", re.sub(r"pid=\d+|127\.0\.0\.1:\d+", "...", lines[0])[-90:])
 lab.claim("one line, without a control character", len(lines) == 1 and lines[0].isprintable())
-lab.claim("nobody is believed who says that he is 6.6.6.6", not any("6.6.6.6" in line for line in server.log))
+lab.claim("a client cannot claim to be 6.6.6.6", not any("6.6.6.6" in line for line in server.log))
 
 # %% [markdown]
 # ## 8. Where are the keys?
@@ -326,12 +328,12 @@ lab.claim("only its owner can read the recording", modes == {"-rw-------"})
 # ## 9. What remains
 #
 # Keys still share one engine: how long an answer takes says that there are others. `/metrics` needs no key, so that a monitor can read it; on a quiet server it tells how long somebody's request was. Close it in your reverse proxy.
-# [The hardening room](../stage02_server/features/hardening/README.md) lists what keys notice of each other, and every attack that was tried, with the test that makes it.
+# [The hardening room](../stage02_server/features/hardening/README.md) lists what the holders of different keys can learn about each other, and every attack that was tried, with the test that makes it.
 #
 # > **What is often said**, and in which of the [five descriptions](MAP.md)
 # >
 # > - *`--host 0.0.0.0`, `--api-key sk-xxxx`* (*Executive Summary*, options). A key on the command line is read by every user of the machine with `ps`. Put it in the environment.
-# > - *`AuthenticationMiddleware`, "if API key provided"* (*Code Flow Trace*, application). It must be a list of what is open. vLLM's closes what begins with `/v1`.
+# > - *`AuthenticationMiddleware`, "if API key provided"* (*Code Flow Trace*, application). It must be a list of what is open. vLLM's lists what is closed: what begins with `/v1` or a few other prefixes.
 # > - *"Middleware: add authentication, logging, rate limiting"* (*Executive Summary*, extensions). Limits in a middleware come too late for headers: when it runs, the parser has kept them all.
 
 # %%
@@ -340,9 +342,8 @@ argv = [event.args for event in run.named("cli.main")]
 lab.claim("the command line held no key", ALICE not in str(argv) and "sk-" not in str(argv))
 lab.claim("what is not on the list is closed, also outside /v1", without["/server_info"] == without["/tokenize"] == 401)
 arrived = [event for event in run.named("http.received") if event.args.get("path") == "/health"]
-lab.claim(
-    "the 431s came from the connection, and no middleware has seen these requests", "431" in big and "431" in many
-)
+print(len(arrived), "requests for /health came through")
+lab.claim("a header that is too large is answered with 431 by the connection", "431" in big and "431" in many)
 
 # %% [markdown] tags=["exercise"]
 # ## Exercise: compare a key, escape a line

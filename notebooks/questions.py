@@ -18,7 +18,7 @@ KINDS = {"recall": "Recall", "apply": "Compute", "debug": "Debug"}
 _TOP = """\
 # Sixty questions
 
-As somebody might ask them who looks for an engineer of inference. Six for each of the ten weeks of [the plan](TEACHING.md#ten-weeks): two to recall, two to
+The kind that an interviewer for an inference job would ask. Six for each of the ten weeks of [the plan](TEACHING.md#ten-weeks): two to recall, two to
 compute with a pencil, two to debug. Answer aloud, then unfold. Each answer names what proves it: a notebook or a file, and the events
 to look for in a recording (`stages trace view`).
 

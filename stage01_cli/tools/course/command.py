@@ -98,7 +98,9 @@ class CourseSubcommand(CLISubcommand):
             help="it holds files such as STUDENT/ex16_engine.py; without it yours runs",
         )
         board.add_argument("--work", type=Path, default=course.WORK, help="the folder of your files")
-        board.add_argument("--rounds", type=int, default=3, help="each with every engine in turn (%(default)s)")
+        board.add_argument(
+            "--rounds", type=int, default=3, help="how many; in each, every engine runs once (%(default)s)"
+        )
         board.add_argument("--seed", type=int, help="of the load; without it, one that nobody knows")
         board.add_argument("--requests", type=int, default=24, help="in a round (%(default)s)")
         board.add_argument("--rate", type=float, default=4.0, help="requests per second (%(default)s)")

@@ -27,8 +27,13 @@ from stage03_engine.errors import ConfigError
 WITHHELD = "  # withheld: "
 """Behind the stub of a function; notebooks/lab.py looks for it."""
 STAGES = tuple(f"{name}/__init__.py" for name in CODE if name.startswith("stage"))
-LADDER = {"notebooks/ladder/4_paged.py": {4, 5}, "notebooks/ladder/5_served.py": {4, 5}}
-"""Files whose parts are smaller ones of an exercise's."""
+AFTERWARDS = {
+    "notebooks/ladder/4_paged.py": {4, 5},
+    "notebooks/ladder/5_served.py": {4, 5},
+    "notebooks/17_a_kernel_in_six_steps.py": {7},
+    "notebooks/17_a_kernel_in_six_steps.ipynb": {7},
+}
+"""Files that build a smaller part of the kind that these exercises ask for: to be read when they are passed."""
 PICTURE = "notebooks/pictures/walk.html"
 PLAN = "notebooks/exercises/TEACHING.md"
 SOLVED = ("automutants.py", "borrowed.py", "mistakes.py", "pasted.py")
@@ -81,6 +86,15 @@ def write_handout(folder: Path, numbers: Iterable[int] = ()) -> Handout:
         raise ConfigError(f"{folder} is there already; name a folder that is new or empty")
     names = [name for name in tracked() if copied(name)]
     handout = Handout([known[number] for number in sorted(set(numbers) or set(known))])
+    try:
+        _write(handout, folder, names)
+    except BaseException:  # half a copy is none, and would stand in the way of the next
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return handout
+
+
+def _write(handout: Handout, folder: Path, names: list[str]) -> None:
     for name in names:
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -96,7 +110,6 @@ def write_handout(folder: Path, numbers: Iterable[int] = ()) -> Handout:
     made = {"python": "{}.{}".format(*sys.version_info), "magic": MAGIC_NUMBER.hex(), "files": handout.kinds}
     (folder / "withheld" / "made.json").write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
     (folder / "HANDOUT.md").write_text(_page(handout), encoding="utf-8")
-    return handout
 
 
 def tracked() -> list[str]:
@@ -130,9 +143,9 @@ def copied(name: str) -> bool:
 
 def _without_answers(handout: Handout, folder: Path, name: str, text: str) -> str:
     """The text of a file as the copy has it."""
-    if handout.some and name in LADDER and LADDER[name] & {each.number for each in handout.some}:
-        handout.files[name] = "it has small parts of the kind that exercises 4 and 5 ask for"
-        return _only_docstring(name, text)
+    if numbers := AFTERWARDS.get(name, set()) & {each.number for each in handout.some}:
+        handout.files[name] = why = f"it builds a small part of the kind that exercise {min(numbers)} asks for"
+        return _only_beginning(name, text, f"{name} is withheld in this handout: {why}")
     if name == PICTURE:
         handout.files[name] = "it shows the project's code"
         return f"<!doctype html>\n<title>Withheld</title>\n<p>{WALK}</p>\n"
@@ -177,11 +190,16 @@ def _without_outputs(handout: Handout, text: str) -> str:
     return json.dumps(notebook, indent=1, sort_keys=True, ensure_ascii=False) + "\n" if changed else text
 
 
-def _only_docstring(name: str, text: str) -> str:
-    """The first thing that a module says, and then that there is no more."""
-    docstring = ast.parse(text).body[0]
-    lines = text.splitlines()[: docstring.end_lineno]
-    said = f"{name} is withheld in this handout: it has small parts of the kind that exercises 4 and 5 ask for"
+def _only_beginning(name: str, text: str, said: str) -> str:
+    """The first thing that a file says, its docstring or its first cell, and then that there is no more."""
+    if name.endswith(".ipynb"):
+        notebook = json.loads(text)
+        title = notebook["cells"][0]
+        notebook["cells"] = [title, title | {"id": "withheld", "source": [said]}]
+        return json.dumps(notebook, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+    if "\n# %%" in text:
+        return "# %%".join(text.split("# %%", 2)[:2]) + f"# %% [markdown]\n# {said}\n"
+    lines = text.splitlines()[: ast.parse(text).body[0].end_lineno]
     return "\n".join([*lines, "", f'raise SystemExit("{said}")', ""])
 
 

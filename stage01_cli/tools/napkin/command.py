@@ -76,7 +76,7 @@ def lines(model: str, chip: str, numbers: dict[str, float]) -> Iterator[str]:
     yield f"{'KV cache of a user':28} {found.kv_bytes_per_user / 1e9:.3f} GB"
     yield f"{'prefill of a prompt':28} {found.prefill * 1e3:.2f} ms"
     yield f"{'decode step of one user':28} {found.step_of_one * 1e3:.2f} ms"
-    yield f"{'arithmetic binds from':28} {'no batch' if math.isinf(found.crossing) else f'a batch of {found.crossing:.0f}'}"
+    yield f"{'compute-bound from':28} {'no batch size' if math.isinf(found.crossing) else f'a batch of {found.crossing:.0f}'}"
     for wall in ("memory", "bandwidth", "arithmetic"):
         yield f"{f'users that {wall} allows':28} {getattr(found, f'{wall}_wall'):,}"
     yield f"{'users':28} {found.users:,}: {found.wall} is the wall, {WALLS[found.wall][not found.users]}"
