@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from judging import named, reference
@@ -63,7 +64,7 @@ def test_a_wrong_result_has_no_speed() -> None:
 
 
 def test_the_line_says_ratio_spread_and_reference(tmp_path: Path) -> None:
-    lines = [{"collected": 0}, {"speed": {OWN: [1.8, 1.6, 2.1], REFERENCE: [0.9, 0.8, 300.0]}}]
+    lines: list[dict[str, Any]] = [{"collected": 0}, {"speed": {OWN: [1.8, 1.6, 2.1], REFERENCE: [0.9, 0.8, 300.0]}}]
     said = "1.8 x the plain twin's time (median of 3 alternating rounds, 1.6 to 2.1); the reference: 0.9 x"
     assert taken(lines) == said and lines == [{"collected": 0}]
     assert taken(lines) == "none: not measured within 50 s" and taken([{"speed": "why"}]) == "none: why"
