@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import os
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,12 +11,13 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from judging import Rejected, load, reference, wrong_signatures
+from judging import Rejected, load, named, reference, wrong_signatures
 
 from stage01_cli.tools.course.exercises import Exercise, exercises, find
 from stage01_cli.tools.course.guard import NotYourOwn, Untouched, watching
 from stage01_cli.tools.course.own import elsewhere, problem
 from stage01_cli.tools.course.sealed import writer
+from stage01_cli.tools.course.speed import LIMIT, OWN, REFERENCE, TWIN, Different, measured
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -28,6 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="write a sealed line for each test to the first descriptor; the second has the key",
     )
     parser.addoption("--limit", type=float, help="seconds; then the process ends")
+    parser.addoption("--speed", action="store_true", help="measure what has passed, and write a line for that, too")
     parser.addoption("--stack", type=Path, help="the file that then says where it was")
 
 
@@ -73,7 +76,8 @@ def impl(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
         return
     if found := problem(exercise, path):
         raise NotTheirOwn(*found)
-    request.config.stash[BEFORE] = Untouched()
+    timed = request.config.getoption("speed", default=False) and Timing(exercise)
+    request.config.stash[BEFORE] = before = Untouched()
     solution, reason = loaded(path)
     if solution is None:
         pytest.fail(f"{path.name} cannot be loaded: {reason}", pytrace=False)
@@ -84,6 +88,39 @@ def impl(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
     with watching(exercise, solution, path.resolve()) as asked:
         request.config.stash[ASKED] = asked
         yield solution
+        if timed and not request.session.testsfailed:
+            speed = timed.of(request.config, solution, path)
+            not_own = asked[0] if asked else before.changed()
+            write(request.config, {"speed": not_own or speed})
+
+
+class Timing:
+    """The functions that an exercise's `[speed]` names, fetched before the solution is loaded."""
+
+    def __init__(self, exercise: Exercise) -> None:
+        assert exercise.speed is not None
+        self.work, self.twin = named(exercise.speed.work), named(exercise.speed.twin)
+        self.same = named(f"{exercise.speed.work.partition(':')[0]}:same")
+        self.reference = reference(exercise)
+
+    def of(self, config: pytest.Config, solution: ModuleType, path: Path) -> dict[str, list[float]] | str:
+        """The ratios of a solution, or why there are none. It has passed, and stays so, however long this takes."""
+        works = {
+            TWIN: self.twin,
+            REFERENCE: lambda turn: self.work(self.reference, turn),
+            OWN: lambda turn: self.work(solution, turn),
+        }
+        with open(os.devnull, "w") as nowhere:
+            if config.getoption("limit"):
+                faulthandler.dump_traceback_later(LIMIT, exit=True, file=nowhere)  # in the place of the tests' own
+            try:
+                return measured(works, self.same)
+            except Different as error:
+                return str(error)
+            except (Exception, SystemExit, pytest.skip.Exception, pytest.exit.Exception) as error:
+                return why(error, path)
+            finally:
+                faulthandler.cancel_dump_traceback_later()
 
 
 WRITE = pytest.StashKey[Callable[[dict[str, Any]], None]]()

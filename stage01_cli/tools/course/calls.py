@@ -59,13 +59,16 @@ def start(what: str | int, work: Path = WORK, again: bool = False) -> Path:
     return solution
 
 
-def check(what: str | int, work: Path = WORK) -> bool:
-    """Judge your file; True if it passes."""
+def check(what: str | int, work: Path = WORK, speed: bool = False) -> bool:
+    """Judge your file; True if it passes. Then its `speed` is measured, if asked for. Raises ConfigError for an exercise that has none."""
+    from stage01_cli.tools.course.speed import required
     from stage01_cli.tools.course.verdict import judge, report
 
     exercise = find(what)
+    if speed:
+        required(exercise)
     solution = _own(exercise, work)
-    verdict = judge(exercise, solution)
+    verdict = judge(exercise, solution, speed=speed)
 
     def count(done: table.Done) -> None:
         done.checks += 1
@@ -102,12 +105,12 @@ def _finished(exercise: Exercise, work: Path) -> Path:
     return solution
 
 
-def watch(what: str | int, work: Path = WORK) -> None:
+def watch(what: str | int, work: Path = WORK, speed: bool = False) -> None:
     """Check again whenever your file is saved, until it passes."""
     solution = _own(find(what), work)
     while True:
         seen = solution.stat().st_mtime_ns
-        if check(what, work):
+        if check(what, work, speed):
             return
         print(f"waiting for the next version of {in_project(solution)}; Ctrl-C ends this", flush=True)
         while not solution.exists() or solution.stat().st_mtime_ns == seen:  # an editor may replace the file
@@ -226,13 +229,15 @@ def grade(
     late: float = 0.0,
     partial: bool = False,
     results: Path | None = None,
+    speed: bool = False,
 ) -> None:
     """Judge a folder of submissions, each in a sandbox: a table, or with `csv` the same as CSV in that file ("-": printed). What was
     written after the time `due` is marked, and loses `late` percent of its points for each day that has begun. With `partial` a part that
-    does not pass has points for the sentences of its contract that it keeps. `results` is the file that Gradescope reads; the folder is one student's."""
+    does not pass has points for the sentences of its contract that it keeps. `results` is the file that Gradescope reads; the folder is one student's.
+    `speed` measures what passes, of the exercises that have a speed, and earns no points."""
     from stage01_cli.tools.course.grading import due as until, grade as grades, write_csv
 
-    all_grades = grades(folder, jobs, until(due, late), partial)
+    all_grades = grades(folder, jobs, until(due, late), partial, speed)
     if results is not None:
         from stage01_cli.tools.course.gradescope import write_results
 
@@ -247,7 +252,7 @@ def grade(
         return
     for each in all_grades:
         lines = [" ".join(line.split()) for line in each.verdict.splitlines()]
-        said = " ... ".join(dict.fromkeys([*lines[:1], *lines[-1:]]))
+        said = " ... ".join(dict.fromkeys([*lines[:1], *lines[-1:]])) + (f"speed: {each.speed}" if each.speed else "")
         print(
             f"{each.student:20}{each.exercise:26}{each.points:>5g}  {each.outcome:10}{each.seconds:>6} s  {f'late by {each.late}: ' if each.late else ''}{said}",
             flush=True,

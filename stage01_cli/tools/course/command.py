@@ -28,6 +28,7 @@ WITHOUT: dict[str, tuple[Callable[..., object], str]] = {
 }
 GRADE = "judge a folder of submissions, each in a sandbox of its own (Linux)"
 HANDOUT = "write a copy of the project without the answers to the exercises, for a class"
+SPEED = "measure what passes beside the plain twin: the ratio of their times (exercises that have a [speed])"
 LEADERBOARD = "engines of exercise 16 under a load that nobody has seen, ranked by goodput"
 UNPROTECTED = """ An engine needs sockets and a process, so it cannot run in the sandbox of `grade`: a submission is read before it runs, as there, and then
 runs with your rights. Let those of others run only on a machine that you can throw away."""
@@ -57,6 +58,7 @@ class CourseSubcommand(CLISubcommand):
                 )
             if name == "check":
                 verb.add_argument("--watch", action="store_true", help="check again whenever the file is saved")
+                verb.add_argument("--speed", action="store_true", help=SPEED)
             verb.set_defaults(course_function=function)
         handout = verbs.add_parser("handout", help=HANDOUT, description=HANDOUT)
         handout.add_argument("folder", metavar="DIR", type=Path, help="a new folder")
@@ -85,6 +87,7 @@ class CourseSubcommand(CLISubcommand):
             metavar="PERCENT",
             help="of the points, lost for each day that has begun since",
         )
+        grade.add_argument("--speed", action="store_true", help=f"{SPEED}; a column, and no points")
         self._add_leaderboard(verbs)
 
     @staticmethod
@@ -124,13 +127,13 @@ class CourseSubcommand(CLISubcommand):
 
     def _do(self, args: argparse.Namespace) -> int:
         if args.verb == "check" and args.watch:
-            course.watch(args.exercise, args.work)
+            course.watch(args.exercise, args.work, args.speed)
             return 0
         if args.verb == "handout":
             course.handout(args.folder, args.exercises)
             return 0
         if args.verb == "grade":
-            course.grade(args.folder, args.csv, args.jobs, args.due, args.late, args.partial, args.results)
+            course.grade(args.folder, args.csv, args.jobs, args.due, args.late, args.partial, args.results, args.speed)
             return 0
         if args.verb == "leaderboard":
             course.leaderboard(
@@ -138,5 +141,5 @@ class CourseSubcommand(CLISubcommand):
             )
             return 0
         arguments = [args.exercise] if args.verb in WITH_NUMBER else []
-        more = {"again": args.again} if args.verb == "start" else {}
+        more = {name: vars(args)[name] for name in ("again", "speed") if name in vars(args)}
         return 1 if args.course_function(*arguments, work=args.work, **more) is False else 0

@@ -50,6 +50,20 @@ def _serving(values: dict[str, Any]) -> Serving:
 
 
 @dataclass(frozen=True)
+class Timed:
+    """What `--speed` measures: functions of a module in tests/exercises, as `module:name`. The module has `same`, too, which compares results.
+
+    work   called with the parts and the number of a call; gives the call that is timed
+    twin   the same of the plain twin; called with the number alone
+    note   what the time means, if that needs saying
+    """
+
+    work: str
+    twin: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
 class Exercise:
     """One `exercise.toml`.
 
@@ -74,6 +88,7 @@ class Exercise:
     tensors: bool = False  # its check imports torch: 20 seconds instead of 5
     alone: bool = False  # a file that imports anything of the project is not a solution
     serve: Serving = Serving()
+    speed: Timed | None = None
 
     @property
     def folder(self) -> Path:
@@ -118,6 +133,8 @@ def _read(path: Path) -> Exercise:
         values |= {key: tuple(values[key]) for key in ("hints", "here", "vllm", "needs") if key in values}
         if "serve" in values:
             values["serve"] = _serving(values["serve"])
+        if "speed" in values:
+            values["speed"] = Timed(**values["speed"])
         return Exercise(number=int(name[2:4]), name=name, **values)
     except (tomllib.TOMLDecodeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{path.relative_to(ROOT)}: {error}") from error

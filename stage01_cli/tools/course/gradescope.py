@@ -27,7 +27,7 @@ def _test(row: Grade) -> dict[str, Any]:
     if not row.exercise:
         return {"name": "submission", "score": 0, "max_score": 0, "status": "failed", "output": row.verdict}
     exercise = find(row.exercise)
-    said = [f"late by {row.late}" if row.late else "", row.verdict]
+    said = [f"late by {row.late}" if row.late else "", row.verdict, f"speed: {row.speed}" if row.speed else ""]
     return {
         "name": f"{exercise.number}. {exercise.title}",
         "score": row.points,

@@ -33,6 +33,7 @@ from stage01_cli.tools.course.reading import refusals
 from stage01_cli.tools.course.sealed import Reading
 from stage01_cli.tools.course.sentences import kept
 from stage01_cli.tools.course.similarity import alike
+from stage01_cli.tools.course.speed import required_of_one, taken
 from stage01_cli.tools.course.verdict import LIMIT, Verdict, judge_arguments, printable, read, started
 from stage03_engine.errors import ConfigError
 
@@ -60,6 +61,7 @@ class Grade:
     imports: str
     late: str = ""  # by how much, of a file that came after the day
     similar: str = ""  # whom it resembles most
+    speed: str = ""  # of what passed: the ratio to the plain twin's time, and in how many rounds
 
 
 @dataclass(frozen=True)
@@ -115,19 +117,23 @@ def submissions(folder: Path) -> Iterator[tuple[str, Exercise | None, Path]]:
     yield from found
 
 
-def grade(folder: Path, jobs: int = 0, until: Due | None = None, partial: bool = False) -> Iterator[Grade]:
+def grade(
+    folder: Path, jobs: int = 0, until: Due | None = None, partial: bool = False, speed: bool = False
+) -> Iterator[Grade]:
     """A grade for each submission, in order; `jobs` are judged at a time, 0 for one per core. Raises ConfigError where there is no
-    sandbox."""
+    sandbox, or no submission whose `speed` could be measured."""
     if problem := sandbox.problem():
         raise ConfigError(problem)
     if jobs < 0:
         raise ConfigError(f"--jobs must not be negative, and is {jobs}")
 
     found = list(submissions(folder))
+    if speed:
+        required_of_one([exercise for _, exercise, _ in found if exercise])
     resembles = similar(found)
 
     def one(submission: tuple[str, Exercise | None, Path]) -> Grade:
-        return replace(grade_one(*submission, until, partial), similar=resembles.get(submission[2], ""))
+        return replace(grade_one(*submission, until, partial, speed), similar=resembles.get(submission[2], ""))
 
     _ended.clear()
     with ThreadPoolExecutor(jobs or len(os.sched_getaffinity(0))) as judges:
@@ -153,7 +159,12 @@ def similar(found: list[tuple[str, Exercise | None, Path]]) -> dict[Path, str]:
 
 
 def grade_one(
-    student: str, exercise: Exercise | None, path: Path, until: Due | None = None, partial: bool = False
+    student: str,
+    exercise: Exercise | None,
+    path: Path,
+    until: Due | None = None,
+    partial: bool = False,
+    speed: bool = False,
 ) -> Grade:
     """Judge one file in a sandbox. What it may do wrong is in the grade, never raised."""
     if exercise is None:
@@ -172,7 +183,9 @@ def grade_one(
     elif path.stat().st_size > LARGEST_SUBMISSION:
         verdict, imports = Verdict("error", f"more than {LARGEST_SUBMISSION} bytes"), ""
     else:
-        verdict = read_first(exercise, path) or judge_shut_in(exercise, path, partial)
+        verdict = read_first(exercise, path) or judge_shut_in(
+            exercise, path, partial, speed and exercise.speed is not None
+        )
         imports = ", ".join(own_imports(exercise, path))
     late, share = until.of(path) if until else ("", 1.0)
     points = round(share * exercise.points * (1.0 if verdict.passed else verdict.kept), 2)
@@ -187,6 +200,7 @@ def grade_one(
         seconds,
         imports[:LONGEST_VERDICT],
         late,
+        speed=verdict.speed,
     )
 
 
@@ -199,9 +213,9 @@ def read_first(exercise: Exercise, path: Path) -> Verdict | None:
     return None
 
 
-def judge_shut_in(exercise: Exercise, path: Path, partial: bool = False) -> Verdict:
+def judge_shut_in(exercise: Exercise, path: Path, partial: bool = False, speed: bool = False) -> Verdict:
     """The verdict on a file that is judged in a sandbox, in a folder of its own that is removed afterwards. With `partial` all tests run, and
-    the verdict says how much of the contract is kept."""
+    the verdict says how much of the contract is kept. With `speed` a part that passes is measured, too."""
     limit = LIMIT[exercise.tensors]
     scratch = Path(tempfile.mkdtemp(prefix="stages-grade-"))
     try:
@@ -209,16 +223,18 @@ def judge_shut_in(exercise: Exercise, path: Path, partial: bool = False) -> Verd
         reading = Reading()
         shutil.copyfile(path, solution)
         command = [sys.executable, "-m", sandbox.__name__, str(scratch), str(2 * limit), str(MEMORY[exercise.tensors])]
-        command += [str(os.getpid()), *judge_arguments(exercise, solution, reading, stack, limit, partial)]
+        command += [str(os.getpid()), *judge_arguments(exercise, solution, reading, stack, limit, partial, speed)]
         with said.open("w+b") as output:
             process = started(command, output, reading, cwd=scratch, env=environment(scratch))
             ended = _wait(process, scratch, 2 * limit, MEMORY[exercise.tensors])
             lines = reading.lines()
             if ended is not None:
                 return Verdict("error", ended)
+            fast = taken(lines) if speed else ""
             found = read(lines, stack, solution, limit)
             if found is None:
                 return Verdict("error", f"the judge could not run: {_end_of(output)}")
+            found.speed = fast if found.passed else ""
             return counted(exercise, found, lines[1:]) if partial and len(lines) - 1 == lines[0]["collected"] else found
     except (ValueError, OSError) as error:  # it has written where its verdict goes
         return Verdict("error", f"no verdict that can be read: {error}")

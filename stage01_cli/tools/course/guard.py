@@ -123,6 +123,8 @@ LEFT_ALONE = (
     "judging",
     "test_ex",
     "conftest",
+    "speed_",
+    "attention_batch",
     "builtins",
     "math",
     "json",

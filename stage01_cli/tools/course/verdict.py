@@ -17,6 +17,7 @@ from stage01_cli.tools.course.exercises import ROOT, Exercise, in_project, next_
 from stage01_cli.tools.course.own import num_written, problem
 from stage01_cli.tools.course.reading import refusals
 from stage01_cli.tools.course.sealed import Reading
+from stage01_cli.tools.course.speed import taken
 from stage03_engine.errors import ConfigError
 
 LIMIT = {False: 60, True: 180}  # seconds; a check takes 5, or 20 with tensors, on a machine with nothing else to do
@@ -35,6 +36,7 @@ class Verdict:
     num_collected: int = 0
     seconds: float = 0.0
     kept: float = 0.0  # the share of the contract's sentences, if it was asked for
+    speed: str = ""  # of what has passed, in words, if it was asked for
 
     @property
     def passed(self) -> bool:
@@ -43,7 +45,13 @@ class Verdict:
 
 
 def judge_arguments(
-    exercise: Exercise, solution: Path, reading: Reading, stack: Path, limit: float, all_tests: bool = False
+    exercise: Exercise,
+    solution: Path,
+    reading: Reading,
+    stack: Path,
+    limit: float,
+    all_tests: bool = False,
+    speed: bool = False,
 ) -> list[str]:
     """Of pytest: the judge's tests, up to the first that fails unless `all_tests` are asked for. They write what they found to `reading`,
     and to the file `stack` where they are when the time is up."""
@@ -51,19 +59,19 @@ def judge_arguments(
     return [
         str(exercise.judge), "--rootdir", str(ROOT), *([] if all_tests else ["-x"]), *quiet,
         "--exercise", str(exercise.number), "--impl", str(solution), "--verdicts", *map(str, reading.descriptors),
-        "--stack", str(stack), "--limit", str(limit),
+        "--stack", str(stack), "--limit", str(limit), *["--speed"] * speed,
     ]  # fmt: skip
 
 
-def judge(exercise: Exercise, solution: Path, limit: float | None = None) -> Verdict:
-    """Judge a file. Raises ConfigError when the judge itself cannot run."""
+def judge(exercise: Exercise, solution: Path, limit: float | None = None, speed: bool = False) -> Verdict:
+    """Judge a file, and measure its `speed` if it passes. Raises ConfigError when the judge itself cannot run."""
     limit = limit or LIMIT[exercise.tensors]
     if found := problem(exercise, solution):
         return Verdict(*found)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="stages-course-") as folder:
         reading, stack = Reading(), Path(folder) / "stack.txt"
-        arguments = judge_arguments(exercise, solution.resolve(), reading, stack, limit)
+        arguments = judge_arguments(exercise, solution.resolve(), reading, stack, limit, speed=speed)
         with (Path(folder) / "said.txt").open("w+b") as output:
             in_time = _run([sys.executable, "-m", "pytest", *arguments], output, limit + 60, reading)
             output.seek(0)
@@ -74,10 +82,11 @@ def judge(exercise: Exercise, solution: Path, limit: float | None = None) -> Ver
             return Verdict("error", f"no verdict that can be read: {error}")
         if not in_time:
             return Verdict("error", f"no verdict within {limit:.0f} s: a loop that never ends?")
+        fast = taken(lines) if speed else ""
         verdict = read(lines, stack, solution.resolve(), limit)
     if verdict is None:
         raise ConfigError(_reason(said))
-    verdict.seconds = time.monotonic() - began
+    verdict.seconds, verdict.speed = time.monotonic() - began, fast if verdict.passed else ""
     return verdict
 
 
@@ -146,8 +155,15 @@ def report(exercise: Exercise, solution: Path, verdict: Verdict) -> str:
             if (refused := refusals(exercise, solution))
             else []
         )
+        means = f" ({exercise.speed.note})" if exercise.speed and exercise.speed.note else ""
+        fast = [f"speed: {verdict.speed}{means}"] if verdict.speed else []
         return "\n".join(
-            [f"{head}: passed ({tests})", *note, f"Now let it serve: {next_line('serve', exercise, solution.parent)}"]
+            [
+                f"{head}: passed ({tests})",
+                *fast,
+                *note,
+                f"Now let it serve: {next_line('serve', exercise, solution.parent)}",
+            ]
         )
     word = {"unwritten": "not yet written", "rejected": "not yet right", "error": "it does not work yet"}[
         verdict.outcome
