@@ -37,6 +37,31 @@ class Wrong(Counting):
         return dict.fromkeys(self.left, 5)
 
 
+class Far(Counting):
+    def step(self) -> Any:
+        return {name: [10, 4_000_000] for name in self.left}
+
+
+class Huge(Counting):
+    def step(self) -> Any:
+        return {name: [2**70] for name in self.left}
+
+
+class Negative(Counting):
+    def step(self) -> Any:
+        return {name: [-1] for name in self.left}
+
+
+class Loses(Counting):
+    def step(self) -> Any:
+        return {}
+
+
+class Fails(Counting):
+    def add(self, request: Any) -> None:
+        raise ValueError("no room")
+
+
 class Lacking:
     def __init__(self, folder: Any) -> None: ...
     def add(self, request: Any) -> None: ...
@@ -83,9 +108,23 @@ def test_what_cannot_be_is_said_at_the_start(settings: dict[str, Any], said: str
     assert said in str(error.value) and len(str(error.value).splitlines()) == 1
 
 
-def test_an_answer_that_is_none_ends_the_engine() -> None:
+@pytest.mark.parametrize(
+    ("engine", "said"),
+    [
+        (Wrong, "must return a dict of lists"),
+        (Far, "returned the token 4000000 for"),
+        (Huge, "a token is 0 to"),
+        (Negative, "returned the token -1"),
+        (Loses, "has returned no token for"),
+        (Fails, "add\\(\\) raised ValueError: no room"),
+    ],
+)
+def test_an_engine_that_is_wrong_ends_with_a_word(
+    engine: type[Counting], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stage03_engine.core.features.own_classes.own_engine.SILENT_SECONDS", 0.0)
     with (
-        LLM("gpt2-tiny", engine_cls=f"{HERE}:Wrong", **SMALL) as llm,
-        pytest.raises(StagesError, match="must return a dict of lists"),
+        LLM("gpt2-tiny", engine_cls=f"{HERE}:{engine.__name__}", **SMALL) as llm,
+        pytest.raises((StagesError, RuntimeError), match=said),
     ):
         llm.generate([{"prompt_token_ids": [1, 2]}], SamplingParams(max_tokens=2))

@@ -34,6 +34,11 @@ AFTERWARDS = {
     "notebooks/17_a_kernel_in_six_steps.ipynb": {7},
 }
 """Files that build a smaller part of the kind that these exercises ask for: to be read when they are passed."""
+BUGS, DIAGNOSED = "notebooks/buggy_schedulers.py", 13
+"""Engines that the exercise asks to diagnose: their text and their words are the answer."""
+LADDER = "notebooks/ladder/*.py"
+"""An exercise that begins with an empty file may take what stands here."""
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 PICTURE = "notebooks/pictures/walk.html"
 PLAN = "notebooks/exercises/TEACHING.md"
 SOLVED = ("automutants.py", "borrowed.py", "mistakes.py", "pasted.py")
@@ -51,8 +56,10 @@ class Handout:
     lines: dict[str, Answer] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        ladder = {line.strip() for path in ROOT.glob(LADDER) for line in path.read_text(encoding="utf-8").splitlines()}
         for answer in answers(self.some):
-            self.lines |= dict.fromkeys(answer.lines, answer)
+            free = ladder if answer.exercise.alone else set()
+            self.lines |= dict.fromkeys([line for line in answer.lines if line not in free], answer)
             where = str(answer.path.relative_to(ROOT))
             name = _real_name(answer)
             self.functions.setdefault(where, {}).setdefault(name, answer.exercise)
@@ -153,7 +160,7 @@ def _without_answers(handout: Handout, folder: Path, name: str, text: str) -> st
         handout.files[name] = "its last chapter lists wrong solutions"
         return text.partition("## Mistakes to expect")[0].rstrip("\n") + "\n"
     if name.endswith(".py"):
-        text = _stubbed(handout, folder, name, text)
+        text = _stubbed(handout, folder, name, _without_words(handout, name, text))
     elif name.endswith(".ipynb"):
         text = _without_outputs(handout, text)
     if name in STAGES:
@@ -233,6 +240,26 @@ def _stubbed(handout: Handout, folder: Path, name: str, text: str) -> str:
     return "".join(lines)
 
 
+def _without_words(handout: Handout, name: str, text: str) -> str:
+    """A solution of an exercise's own, or an engine with a bug, without the docstrings that the starter does not have."""
+    here = [each for each in handout.some if ROOT / name == each.own_reference]
+    if not here and not (name == BUGS and DIAGNOSED in {each.number for each in handout.some}):
+        return text
+    known = _docstrings(ast.parse(here[0].starter.read_text(encoding="utf-8"))) if here else {}
+    lines = text.splitlines(keepends=True)
+    for said, node in _docstrings(ast.parse(text)).items():
+        if said not in known:
+            first, last = node.lineno - 1, node.end_lineno or node.lineno
+            lines[first:last] = [f'{" " * node.col_offset}"""Withheld."""\n', *["\n"] * (last - first - 1)]
+    return "".join(lines)
+
+
+def _docstrings(tree: ast.Module) -> dict[str, ast.stmt]:
+    """Each docstring, and where it stands."""
+    documented = [node for node in ast.walk(tree) if isinstance(node, DOCUMENTED)]
+    return {said: node.body[0] for node in documented if (said := ast.get_docstring(node))}
+
+
 def _named(tree: ast.Module) -> Iterator[tuple[str, FunctionDef]]:
     owners = {id(each): part.name for part in tree.body if isinstance(part, ast.ClassDef) for each in part.body}
     for each in functions(tree):
@@ -246,6 +273,8 @@ def _answered(handout: Handout, name: str, full: str, function: FunctionDef, tex
         return exercise
     if name.startswith(CODE):
         return None
+    if name == BUGS:
+        return next((each for each in handout.some if each.number == DIAGNOSED), None)
     found = [handout.lines[line] for line in body_of(function, text.splitlines()) if line in handout.lines]
     return found[0].exercise if found else None
 

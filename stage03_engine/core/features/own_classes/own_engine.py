@@ -30,6 +30,9 @@ from stage03_engine.sampling_params import SamplingParams
 from stagetrace import trace
 
 FLAG = "--engine-cls"
+SILENT_SECONDS = 60.0
+"""An engine that returns from its steps without a token for so long, while somebody waits for one, has lost a request."""
+PAUSE_SECONDS = 0.005  # after a step without a token: an engine that waits for something must not keep everybody busy
 METHODS = ("add", "abort", "step")
 KNOWN = frozenset({
     "n", "num_answers", "best_of", "temperature", "seed", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "stop_or_eos_ids",
@@ -71,6 +74,8 @@ class OwnEngineCore:
         path = config.device_config.engine_cls
         assert path is not None and config.model_config.model_path is not None
         self._max_model_len, self._path = config.max_model_len, path
+        assert config.model_config.shape is not None
+        self._vocab_size = config.model_config.shape.vocab_size
         found = import_class(path, FLAG)
         if lacking := [name for name in METHODS if not callable(getattr(found, name, None))]:
             raise ConfigError(f"{FLAG} {path}: it has no method {' and no '.join(lacking)}")
@@ -83,6 +88,7 @@ class OwnEngineCore:
         self.observers: list[Callable[[EngineCoreOutputs], None]] = []
         self._running: dict[str, _Running] = {}
         self._seeds, self._num_steps = random.Random(config.model_config.seed), 0
+        self._heard = time.monotonic()  # when the newest token came, or the first request after a rest
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -107,9 +113,14 @@ class OwnEngineCore:
             self._seeds.getrandbits(63) if params.seed is None else params.seed,
             None if params.ignore_eos else message.eos_token_id,
         )  # fmt: skip
+        try:
+            with torch.inference_mode():
+                self._engine.add(request)
+        except ValueError as error:  # the engine's own mistake, and none of the request's
+            raise RuntimeError(f"{FLAG} {self._path}: add() raised ValueError: {error}") from error
+        if not self._running:
+            self._heard = time.monotonic()
         self._running[message.request_id] = _Running(request, frozenset(params.stop_token_ids))
-        with torch.inference_mode():
-            self._engine.add(request)
 
     def abort_requests(self, request_ids: list[str]) -> None:
         """Let the engine forget requests; unknown ids are ignored."""
@@ -119,7 +130,7 @@ class OwnEngineCore:
 
     def step(self) -> EngineCoreOutputs:
         """One step of the engine. Raises StagesError for an answer that is none."""
-        outputs = EngineCoreOutputs(scheduler_stats=SchedulerStats(num_running=len(self._running)))
+        outputs = EngineCoreOutputs(scheduler_stats=SchedulerStats())
         if self._running:
             self._num_steps += 1
             outputs.step = self._num_steps
@@ -128,19 +139,38 @@ class OwnEngineCore:
             with torch.inference_mode():
                 new = self._checked(self._engine.step())
             outputs.outputs = [self._output(*item) for item in new.items() if item[1] and item[0] in self._running]
+            outputs.scheduler_stats = SchedulerStats(num_running=len(self._running))
+            self._listen(bool(outputs.outputs))
             if trace.on:
                 trace.emit("engine.step", ph="E", step=outputs.step, running=len(self._running), waiting=0)
         for observe in self.observers:
             observe(outputs)
         return outputs
 
+    def _listen(self, said_something: bool) -> None:
+        """Raises StagesError for an engine that has been silent for too long."""
+        now = time.monotonic()
+        if said_something:
+            self._heard = now
+        elif now - self._heard > SILENT_SECONDS:
+            waiting = ", ".join(list(self._running)[:3])
+            said = f"step() has returned no token for {SILENT_SECONDS:.0f} s, and {waiting} waits for one"
+            raise StagesError(f"{FLAG} {self._path}: {said}")
+        else:
+            time.sleep(PAUSE_SECONDS)
+
     def _checked(self, new: Any) -> dict[str, list[int]]:
         """What step() returned, if it is a dictionary of lists of token ids. What numpy and torch call integers becomes Python's."""
         try:
-            return {request_id: [token.__index__() for token in tokens] for request_id, tokens in new.items()}
+            found = {request_id: [token.__index__() for token in tokens] for request_id, tokens in new.items()}
         except (AttributeError, TypeError):
             said = f"{FLAG} {self._path}: step() must return a dict of lists of token ids, and returned {new!r:.200}"
             raise StagesError(said) from None
+        for request_id, tokens in found.items():
+            if others := [token for token in tokens if not 0 <= token < self._vocab_size]:
+                said = f"step() returned the token {others[0]} for {request_id}; a token is 0 to {self._vocab_size - 1}"
+                raise StagesError(f"{FLAG} {self._path}: {said}")
+        return found
 
     def _output(self, request_id: str, tokens: list[int]) -> EngineCoreOutput:
         """The message for one request. It ends where its own last token is, whatever else the engine may have written."""
