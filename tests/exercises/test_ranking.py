@@ -25,6 +25,7 @@ def submitted(folder: Path, **students: str) -> Path:
 def test_a_seed_makes_the_load() -> None:
     load = ranking.Load(7)
     assert load.requests() == ranking.Load(7).requests() != ranking.Load(8).requests()
+    assert not {sample.prompt for _, sample in load.requests(1)} & {sample.prompt for _, sample in load.requests(2)}
     times = [at for at, _ in load.requests()]
     assert len(times) == load.num_requests and times == sorted(times) and times[0] == 0.0
     prompts = [sample.prompt for _, sample in load.requests()]

@@ -60,11 +60,12 @@ class Load:
             if not 0 < value < float("inf"):
                 raise ConfigError(f"{flag} must be above 0, and is {value:g}")
 
-    def requests(self) -> list[tuple[float, SampleRequest]]:
-        """(seconds from the start, request), the same for the same seed."""
+    def requests(self, number: int = 0) -> list[tuple[float, SampleRequest]]:
+        """(seconds from the start, request) of a round, the same for the same seed. Each round has others, so that nobody gains from
+        having kept the answers of the one before."""
         from stage03_engine.frontend.tokenizer import get_tokenizer
 
-        tokenizer, draw = get_tokenizer(MODEL), random.Random(self.seed)
+        tokenizer, draw = get_tokenizer(MODEL), random.Random(f"{self.seed}/{number}")
         samples = [each for kind in KINDS for each in get_samples(replace(kind, num_prompts=self.num_requests), tokenizer, draw.getrandbits(32))]  # fmt: skip
         at, found = 0.0, list[tuple[float, SampleRequest]]()
         for sample in draw.sample(samples, self.num_requests):
@@ -145,14 +146,14 @@ def play(all_of_them: list[Entrant], load: Load, rounds: int) -> Iterator[str]:
     load.check()
     if not 1 <= rounds <= 100:
         raise ConfigError(f"--rounds must be in [1, 100], and is {rounds}")
-    requests = load.requests()
+    requests = [load.requests(number) for number in range(rounds)]
     with serving(all_of_them[0]) as server:
-        right = [answer(server, sample) for _, sample in requests]
+        right = [[answer(server, sample) for _, sample in each] for each in requests]
     for number in range(rounds):
         turn = number % len(all_of_them)
         for entrant in [*all_of_them[turn:], *all_of_them[:turn]]:
             if not entrant.out:
-                yield f"round {number + 1}, {entrant.name}: {_round(entrant, load, requests, right)}"
+                yield f"round {number + 1}, {entrant.name}: {_round(entrant, load, requests[number], right[number])}"
 
 
 def answer(server: OwnServer, sample: SampleRequest) -> Right:
