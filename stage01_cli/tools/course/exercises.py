@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 import shlex
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from stage01_cli.tools.course.exercised import COUNTS
-from stage01_cli.tools.course.load import Ask, asks
+from stage01_cli.tools.course.load import Ask, asks, check_number, check_text
 from stage03_engine.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -43,10 +43,29 @@ class Serving:
 
 
 def _serving(values: dict[str, Any]) -> Serving:
-    """Raises ValueError for a count that nobody counts."""
+    """Raises ValueError for what is not known, as a count that nobody counts, and for a value of another kind."""
+    if unknown := [name for name in values if name not in {each.name for each in fields(Serving)}]:
+        raise ValueError(f"[serve] has no {unknown[0]!r}")
+    for key, kind in {"flags": list, "load": list, "environment": dict, "config": dict, "exercises": dict}.items():
+        if not isinstance(values.get(key, kind()), kind):
+            raise ValueError(f"{key} = {values[key]!r} must be a {'list' if kind is list else 'table'}")
+    for key in ("prepare", "after"):
+        check_text(key, values.get(key, ""))
+    for flag in values.get("flags", ()):
+        check_text("one of flags", flag)
+    for name, value in values.get("environment", {}).items():
+        check_text(name, value)
+    for name, value in values.get("exercises", {}).items():
+        check_number(name, value, 1)
+    check_number("together", values.get("together", 1), 1)
+    if values.get("compare", "decisions") not in ("decisions", "answers"):
+        raise ValueError(f"compare = {values['compare']!r} must be 'decisions' or 'answers'")
+    rows = values.get("load", [])
+    if not all(isinstance(row, dict) for row in rows) or not any("path" not in row for row in rows):
+        raise ValueError("[[serve.load]] must be tables, and one of them a completion, without a path")
     if unknown := [name for name in values.get("exercises", {}) if name not in COUNTS]:
         raise ValueError(f"[serve.exercises] counts {unknown[0]}, which course/exercised.py does not know")
-    return Serving(**values | {"flags": tuple(values.get("flags", ())), "load": asks(values["load"])})
+    return Serving(**values | {"flags": tuple(values.get("flags", ())), "load": asks(rows)})
 
 
 @dataclass(frozen=True)
@@ -132,6 +151,8 @@ def _read(path: Path) -> Exercise:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
         values |= {key: tuple(values[key]) for key in ("hints", "here", "vllm", "needs") if key in values}
         if "serve" in values:
+            if not isinstance(values["serve"], dict):
+                raise ValueError("serve must be a table")
             values["serve"] = _serving(values["serve"])
         if "speed" in values:
             values["speed"] = Timed(**values["speed"])

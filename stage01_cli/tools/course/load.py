@@ -7,18 +7,24 @@ to keep (pace.py): no client sleeps, and none is too early or too late.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+import string
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from stage01_cli.tools.own_server import OwnServer
+from stage01_cli.tools.own_server import PATIENCE, OwnServer, kill_all
+from stage03_engine.errors import EngineStartError
 
 COMPLETIONS = "/v1/completions"
 TOLERANCE = 2e-3
 """How far log-probabilities may be apart that two ways of computing the same give, in float32."""
-_ONLY_OURS = ("step", "after", "leaves", "stopped", "name", "path", "call")
+SILENCE = 60.0  # seconds without an event of any answer: only a part that loops takes so long
+_ONLY_OURS = {"step": 1, "after": None, "leaves": 0, "stopped": 0, "name": None, "path": None, "call": 0}
+"""Key of a row -> the least that it may be; None for text."""
+_NAME = {*string.ascii_letters, *string.digits, "_"}
 
 
 @dataclass(frozen=True)
@@ -64,17 +70,38 @@ class Ask:
 
 
 def asks(rows: list[dict[str, Any]]) -> tuple[Ask, ...]:
-    """The rows of `[[serve.load]]`. Raises ValueError for a row that refers to none before it."""
+    """The rows of `[[serve.load]]`. Raises ValueError for a value that cannot be, and for a row that refers to none before it."""
     found: list[Ask] = []
     for number, row in enumerate(rows):
+        for key, least in _ONLY_OURS.items():
+            if key in row:
+                check_text(key, row[key]) if least is None else check_number(key, row[key], least)
         own = {key: row[key] for key in _ONLY_OURS if key in row}
         body = {key: value for key, value in row.items() if key not in _ONLY_OURS}
         ask = Ask(**{"name": f"r{number}"} | own, body=body)
+        if not ask.name or set(ask.name) - _NAME:
+            raise ValueError(f"name = {ask.name!r} must consist of letters, digits and _")
+        if ask.name in {each.name for each in found}:
+            raise ValueError(f"two requests have the name {ask.name!r}")
+        if not ask.path.startswith("/"):
+            raise ValueError(f"path = {ask.path!r} must begin with /")
         name, colon, count = ask.after.partition(":")
         if ask.after and not (colon and count.isdecimal() and name in {each.name for each in found}):
             raise ValueError(f"after = {ask.after!r} names no request above it, such as r0:3")
         found.append(ask)
     return tuple(found)
+
+
+def check_text(key: str, value: object) -> None:
+    """Raises ValueError if it is none."""
+    if not isinstance(value, str):
+        raise ValueError(f"{key} = {value!r} must be text")
+
+
+def check_number(key: str, value: object, least: int) -> None:
+    """Raises ValueError if it is no int, or less than that."""
+    if type(value) is not int or value < least:
+        raise ValueError(f"{key} = {value!r} must be an int, and at least {least}")
 
 
 def for_the_engine(load: tuple[Ask, ...], together: int) -> str:
@@ -100,28 +127,76 @@ class Answer:
         return f"{self.text!r} ({self.ended}{tokens})"
 
 
+class SilentError(EngineStartError):
+    """No answer goes on."""
+
+
+class _Heard:
+    """When a client last heard of the server. One of them may rightly wait for long, for another's tokens; not all of them."""
+
+    def __init__(self) -> None:
+        self.now()
+
+    def now(self) -> None:
+        self.time = time.monotonic()
+
+    def results(self, asked: Mapping[str, Future[Any]]) -> dict[str, Any]:
+        """What each has received. Raises the first's error; SilentError if nobody hears anything for SILENCE seconds."""
+        left = {*asked.values()}
+        while left:
+            done, left = wait(left, max(0.0, self.time + SILENCE - time.monotonic()), FIRST_EXCEPTION)
+            if any(each.exception() for each in done):
+                break
+            if left and time.monotonic() >= self.time + SILENCE:
+                raise SilentError(f"no answer went on for {SILENCE:.0f} s")
+        return {name: each.result() for name, each in asked.items() if each not in left}
+
+
+@contextmanager
+def clients(server: OwnServer, number: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads that ask. However the block ends, none of them has to be waited for: if it raises, the server ends first."""
+    with ThreadPoolExecutor(number) as pool:
+        try:
+            yield pool
+        except SilentError:
+            kill_all(server.process)
+            raise
+        except EngineStartError:
+            server.stop()  # which has more to say in its log
+            raise
+        except BaseException:  # Ctrl-C
+            kill_all(server.process)
+            raise
+
+
 def ask_all(server: OwnServer, load: tuple[Ask, ...]) -> dict[str, Answer]:
-    """Bring the load, a client for each request. Raises EngineStartError for the first that ends with an error."""
+    """Bring the load, a client for each request. Raises EngineStartError for the first that ends with an error, SilentError (one of
+    them) if the server computes and computes."""
     calls = [ask for ask in load if ask.call for _ in range(ask.call)]
     engine = [ask for ask in load if ask.for_engine]
-    with ThreadPoolExecutor(len(engine) + len(calls)) as clients:
-        streams = {ask.name: clients.submit(_stream, server, ask) for ask in engine}
-        called = [clients.submit(_post, server, ask) for ask in calls]
-        answers = {name: each.result() for name, each in streams.items()}
+    heard = _Heard()
+    with clients(server, len(engine) + len(calls)) as pool:
+        streams = {ask.name: pool.submit(_stream, server, ask, heard) for ask in engine}
+        called = {f"call {number}": pool.submit(_post, server, ask) for number, ask in enumerate(calls)}
+        found = heard.results({**streams, **called})
+        answers: dict[str, Answer] = {name: found[name] for name in streams}
         if calls:
-            each_once = sorted({each.result() for each in called})
+            each_once = sorted({found[name] for name in called})
             answers[calls[0].name] = Answer(f"{len(called)} times {' or '.join(each_once)}", ended="answered")
-    for ask in load:
-        if not ask.for_engine and not ask.call:
-            answers[ask.name] = Answer(_post(server, ask), ended="answered")
+        for ask in load:
+            if not ask.for_engine and not ask.call:
+                heard.now()
+                result = heard.results({ask.name: pool.submit(_post, server, ask)})
+                answers[ask.name] = Answer(result[ask.name], ended="answered")
     return answers
 
 
-def _stream(server: OwnServer, ask: Ask) -> Answer:
+def _stream(server: OwnServer, ask: Ask, heard: _Heard) -> Answer:
     answer = Answer()
     with closing(server.events(ask.sent(), ask.name)) as events:  # to close it is to leave
         for event in events:
             [choice] = event["choices"]
+            heard.now()
             answer.events += 1
             answer.text += choice["text"]
             answer.token_ids += choice["token_ids"] or []
@@ -142,10 +217,13 @@ def _logprobs(found: dict[str, Any] | None) -> Iterator[dict[str, float]]:
 
 
 def _post(server: OwnServer, ask: Ask) -> str:
-    """Status and body of an answer that is no stream."""
+    """Status and body of an answer that is no stream. Raises EngineStartError if the server dies."""
     import httpx
 
-    answer = httpx.post(server.url + ask.path, json=ask.sent(), timeout=300, verify=False)
+    try:
+        answer = httpx.post(server.url + ask.path, json=ask.sent(), timeout=PATIENCE, verify=False)
+    except httpx.HTTPError as error:
+        raise server.died(error) from error
     return f"{answer.status_code} {answer.text}".strip()
 
 

@@ -14,7 +14,6 @@ import textwrap
 import time
 import traceback
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +21,9 @@ from pathlib import Path
 from stage01_cli.tools.course.differences import of_answers, of_decisions, of_settings, plain
 from stage01_cli.tools.course.exercised import exercised, in_words, missing
 from stage01_cli.tools.course.exercises import ROOT, Exercise, in_project
-from stage01_cli.tools.course.load import Answer, ask_all, for_the_engine
+from stage01_cli.tools.course.load import SILENCE, Answer, SilentError, ask_all, clients, for_the_engine
 from stage01_cli.tools.course.own import open_names
-from stage01_cli.tools.own_server import OwnServer, own_server
+from stage01_cli.tools.own_server import MARK, OwnServer, own_server
 from stage03_engine.errors import ConfigError, EngineStartError
 from stagetrace import read_run
 from stagetrace.check.difference import compare
@@ -34,7 +33,6 @@ DOOR = Path(__file__).parent / "door"
 PACE = Path(__file__).parent / "pace.py"
 PACED = ("stage03_engine.core.engine_core_proc", "EngineCoreProc")
 LOAD = "STAGES_LOAD"
-MARK = "[course]"
 ALWAYS = ("--num-gpu-blocks-override", "64", "--prefix-caching-hash-seed", "recorded", "--trace-prompts")
 """Flags of every server here: the same load then leads to the same decisions. Those of an exercise come after them."""
 RECORDED = ROOT / "trace" / "recorded"
@@ -130,14 +128,19 @@ def record(exercise: Exercise, solution: Path | None, folder: Path) -> Run:
     if serve.config:
         config.write_text(json.dumps(serve.config), encoding="utf-8")  # JSON is YAML
         flags += ["--config", str(config)]
-    environment, log = {LOAD: for_the_engine(serve.load, serve.together)}, list[str]()
+    environment = {LOAD: for_the_engine(serve.load, serve.together)}
+    server: OwnServer | None = None
     try:
         with serving(exercise, solution, *flags, environment=environment) as server:
-            log = server.log
             answers = ask_all(server, serve.load)
+    except SilentError as error:
+        if solution is None:
+            raise
+        line = f"your part has been computing for {SILENCE:.0f} s, and no answer went on; does it loop? ({in_project(solution)})"
+        raise EngineStartError(line) from error
     except EngineStartError as error:
-        raise EngineStartError(in_short(str(error).splitlines(), log, solution)) from error
-    return Run(folder, answers, [line for line in server.log if line.startswith(MARK)])
+        raise EngineStartError(in_short(str(error).splitlines(), server.log if server else [], solution)) from error
+    return Run(folder, answers, server.marked)
 
 
 def in_short(said: list[str], log: list[str], solution: Path | None) -> str:
@@ -151,7 +154,24 @@ def in_short(said: list[str], log: list[str], solution: Path | None) -> str:
                 place = line.partition(mark)[2].partition(",")[0]
                 raised = next((each for each in lines[number + 1 :] if each and not each[0].isspace()), "")
                 where = f": {raised} ({in_project(solution)}, line {place})"
-    return " ".join([first, *others[-1:]]) + where
+        where = where or why(log, solution)
+    line = " ".join([first, *others[-1:]])
+    return line.removesuffix(".") + where if where else line
+
+
+def why(log: list[str], solution: Path) -> str:
+    """Why an engine ended, where the log shows no line of the part: it returned something wrong, or ended the process."""
+    for line in reversed(log):
+        name, colon, _ = line.partition(": ")
+        if colon and name.replace(".", "_").isidentifier() and name.endswith(("Error", "Exception")):
+            hint = "; is a `return` missing?" if "NoneType" in line else ""
+            return f": {line} (with {in_project(solution)}{hint})"
+    for line in reversed(log):
+        _, ended, code = line.partition(" ended unexpectedly (exit code ")
+        if ended:
+            number = code.partition(")")[0]
+            return f": its process ended with exit code {number}; does {in_project(solution)} end it, with exit() or os._exit()?"
+    return ""
 
 
 def served(exercise: Exercise, solution: Path, work: Path) -> bool:
@@ -272,8 +292,8 @@ def _round(server: OwnServer, exercise: Exercise) -> tuple[float, float, float]:
         return first, time.perf_counter() - began, pieces
 
     began = time.perf_counter()
-    with ThreadPoolExecutor(CLIENTS) as clients:
-        answers = list(clients.map(ask, range(CLIENTS)))
+    with clients(server, CLIENTS) as pool:
+        answers = list(pool.map(ask, range(CLIENTS)))
     seconds = time.perf_counter() - began
     firsts, wholes = (1000 * statistics.median(each[i] for each in answers) for i in (0, 1))
     return CLIENTS * TOKENS / seconds, firsts, wholes
