@@ -14,7 +14,7 @@
 # | who may ask | [`AuthenticationMiddleware`](../stage02_server/features/hardening/authentication.py) | `entrypoints/serve/middleware/authenticate.py` |
 # | keys are tenants | [`Tenants`](../stage02_server/features/hardening/tenants.py) | all keys are one tenant; `cache_salt` |
 # | messages, and no pickle | [`EngineCoreRequest`](../stage03_engine/messages.py) | `v1/serial_utils.py` MsgpackDecoder |
-# | headers and bodies | [`LimitedHttpProtocol`](../stage02_server/features/hardening/connection_limits.py) | `entrypoints/constants.py`, `entrypoints/launchers/launcher.py` |
+# | headers and bodies | [`LimitedHttpProtocol`](../stage02_server/features/hardening/connection_limits.py) | `entrypoints/launchers/utils/constants.py`, `entrypoints/launchers/launcher.py` |
 # | slow clients | [`slow_clients.py`](../stage02_server/features/hardening/slow_clients.py) | none |
 # | grammars and templates | [`GrammarChecker`](../stage03_engine/core/features/structured_output/grammar_checker.py), [`jinja.py`](../stage02_server/features/chat_template/jinja.py) | `v1/structured_output/__init__.py`, `renderers/` |
 # | all limits | [LIMITS.md](../stage02_server/features/hardening/LIMITS.md) | |

@@ -66,7 +66,7 @@ def _proof(question: Question) -> str:
 
 
 def link(proof: str) -> str:
-    """`notebooks/a.py::Name` as a link from the page."""
+    """`notebooks/lab.py::source` as a link from the page."""
     path, _, name = proof.partition("::")
     label = f"`{name}`" if name else Path(path).parent.name if path.endswith("README.md") else Path(path).name
     return f"[{label}]({os.path.relpath(ROOT / path, FOLDER)})"

@@ -113,7 +113,7 @@ def _write(handout: Handout, folder: Path, names: list[str]) -> None:
             continue
         target.write_text(_without_answers(handout, folder, name, text), encoding="utf-8", newline="")
         shutil.copymode(ROOT / name, target)
-    (folder / "trace/stagetrace/withheld.py").write_bytes(Path(__file__).with_name("withheld.py").read_bytes())
+    (folder / "trace" / "stagetrace" / "withheld.py").write_bytes(Path(__file__).with_name("withheld.py").read_bytes())
     made = {"python": "{}.{}".format(*sys.version_info), "magic": MAGIC_NUMBER.hex(), "files": handout.kinds}
     (folder / "withheld" / "made.json").write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
     (folder / "HANDOUT.md").write_text(_page(handout), encoding="utf-8")

@@ -13,7 +13,7 @@ import sys
 import textwrap
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,12 +112,17 @@ class Run:
     @property
     def borrowed(self) -> list[str]:
         """Where the part had its answer from the reference."""
-        return [line.removeprefix(MARK).strip() for line in self.said if line.startswith(f"{MARK} Write ")]
+        return borrowed(self.said)
 
     @property
     def doors(self) -> list[str]:
         """Which parts came in, in which process."""
         return [line for line in self.said if " is now the one in " in line and str(PACE) not in line]
+
+
+def borrowed(said: Iterable[str]) -> list[str]:
+    """Of what the door has said, where a part had its answer from the reference."""
+    return [line.removeprefix(MARK).strip() for line in said if line.startswith(f"{MARK} Write ")]
 
 
 def record(exercise: Exercise, solution: Path | None, folder: Path) -> Run:
@@ -139,6 +144,8 @@ def record(exercise: Exercise, solution: Path | None, folder: Path) -> Run:
         line = f"your part has been computing for {SILENCE:.0f} s, and no answer went on; does it loop? ({in_project(solution)})"
         raise EngineStartError(line) from error
     except EngineStartError as error:
+        if solution and server and (calls := borrowed(server.marked)):  # it may have died of that
+            raise ConfigError(f"{in_project(solution)}: {calls[0]}") from error
         raise EngineStartError(in_short(str(error).splitlines(), server.log if server else [], solution)) from error
     return Run(folder, answers, server.marked)
 

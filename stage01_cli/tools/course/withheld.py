@@ -1,6 +1,6 @@
 """In a handout: gives the functions that its source files withhold the code that answers the exercises.
 
-This file is not used where it lies. `stages course handout` copies it to `trace/stagetrace/withheld.py` of the copy, and each stage there
+This file is not used where it lies. `stages course handout` copies it into the `stagetrace` of the copy, and each stage there
 imports it. The text of a withheld function is a stub; its code lies in `withheld/` as Python's byte code, which one minor version of Python
 reads, and is put into the function when its module has been loaded. The rest of a file is what runs, so it may be changed. A Triton kernel is
 compiled from its text, so that lies there, compressed. Whoever wants to can read both: they are out of sight, not out of reach.

@@ -86,5 +86,5 @@ FEATURE = Feature(
         Part("engine", ".class_path:check_module", key="check_module"),
         Part("engine", ".construct:construct", key="construct"),
     ),
-    events=("own_class.chosen",),
+    events=("own_class.chosen", "engine.step"),
 )
