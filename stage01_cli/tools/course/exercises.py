@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
+import threading
 import tomllib
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -181,3 +183,12 @@ def next_line(verb: str, exercise: Exercise, work: Path) -> str:
     """What the reader types next: `stages course check 5`, with the folder, if it is not the usual one."""
     more = "" if work.resolve() == WORK else f" --work {shlex.quote(str(work))}"
     return f"stages course {verb} {exercise.number}{more}"
+
+
+_PARSING = threading.Lock()
+
+
+def parsed(path: Path) -> ast.Module:
+    """The tree of a file. One at a time: Python 3.11 counts the depth of trees once for all threads, and may find it wrong (SystemError)."""
+    with _PARSING:
+        return ast.parse(path.read_bytes())

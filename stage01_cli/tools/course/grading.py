@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from stage01_cli.tools.course import sandbox
-from stage01_cli.tools.course.exercises import ROOT, Exercise, exercises
+from stage01_cli.tools.course.exercises import ROOT, Exercise, exercises, parsed
 from stage01_cli.tools.course.own import problem
 from stage01_cli.tools.course.reading import refusals
 from stage01_cli.tools.course.sealed import Reading
@@ -342,7 +342,7 @@ def own_imports(exercise: Exercise, path: Path) -> list[str]:
 
 
 def _imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_bytes())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
-from stage01_cli.tools.course.exercises import ROOT, Exercise, exercises
+from stage01_cli.tools.course.exercises import ROOT, Exercise, exercises, parsed
 
 FunctionDef = ast.FunctionDef | ast.AsyncFunctionDef
 PROJECT = ("stage0", "notebooks", "tests")
@@ -144,7 +144,7 @@ def answered_by(module: str, name: str) -> Exercise | None:
 
 
 def _tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_bytes())
+    return parsed(path)
 
 
 def problem(exercise: Exercise, path: Path) -> tuple[str, str] | None:

@@ -11,7 +11,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from stage01_cli.tools.course.exercises import Exercise
+from stage01_cli.tools.course.exercises import Exercise, parsed
 from stage01_cli.tools.course.own import definitions
 
 COMPUTES = frozenset({
@@ -66,7 +66,7 @@ def refusals(exercise: Exercise, path: Path) -> list[str]:
     """A sentence for each thing in the file that no grader lets run, by its line; none for a file that is not Python, since nothing of that
     runs."""
     try:
-        tree = ast.parse(path.read_bytes())
+        tree = parsed(path)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return []
     reader = Reader(exercise, tree)
@@ -81,7 +81,7 @@ class Reader:
     """Goes through a file once."""
 
     def __init__(self, exercise: Exercise, tree: ast.Module) -> None:
-        starter = ast.parse(exercise.starter.read_bytes())
+        starter = parsed(exercise.starter)
         self.given = set(_imports(starter))
         roots = {module.partition(".")[0] for module, _ in self.given}
         self.packages = {root for root in roots if not root.startswith("stage")} | (
