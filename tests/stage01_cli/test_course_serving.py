@@ -26,7 +26,7 @@ PART = Path("ex05_scheduler.py")
 
 def started(code: str) -> OwnServer:
     """A process in the place of a server."""
-    command = [sys.executable, "-c", f"import os, sys, time\n{code}"]
+    command = [sys.executable, "-c", f"import os, signal, sys\n{code}"]
     process = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -53,7 +53,7 @@ def test_of_a_log_without_end_the_end_is_kept(monkeypatch: pytest.MonkeyPatch) -
 def test_a_process_that_the_part_has_left_behind_ends_with_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """It holds the log open, and hears no SIGTERM."""
     monkeypatch.setattr(own_server, "LINGER_SECONDS", 0.1)
-    code = f"child = os.fork()\nif not child:\n    time.sleep(1000)\nprint(child, file=sys.stderr)\n{READY}"
+    code = f"child = os.fork()\nif not child:\n    signal.pause()\nprint(child, file=sys.stderr)\n{READY}"
     server = started(code)
     child = int(server.log[0])
     monkeypatch.setattr(own_server, "PATIENCE", 5.0)  # so that this fails soon without what it tests
@@ -81,7 +81,7 @@ class Hanging(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hanging() -> Iterator[OwnServer]:
-    server = started(f"{READY}\ntime.sleep(1000)")
+    server = started(f"{READY}\nsignal.pause()")
     Hanging.process, Hanging.asked = server.process, threading.Semaphore(0)
     stub = ThreadingHTTPServer(("127.0.0.1", 0), Hanging)
     threading.Thread(target=stub.serve_forever, daemon=True).start()
