@@ -102,8 +102,15 @@ class InProcessServer:
 
     def close(self) -> None:
         self.engine.shutdown()
-        self.loop.run_until_complete(asyncio.sleep(0))
+        self.loop.run_until_complete(self._cancel_what_is_left())
         self.loop.close()
+
+    async def _cancel_what_is_left(self) -> None:
+        """As asyncio.run does: a task destroyed while it waits is reported later, in the middle of another test."""
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
 
 
 def events(text: str) -> list[Any]:

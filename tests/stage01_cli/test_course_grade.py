@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import csv
+import gc
 import json
 import os
 import select
@@ -18,7 +20,7 @@ import pytest
 
 from stage01_cli.main import main
 from stage01_cli.tools.course import grading, sandbox
-from stage01_cli.tools.course.exercises import JUDGES, Exercise, exercises, find
+from stage01_cli.tools.course.exercises import JUDGES, Exercise, exercises, find, parsed
 from stage01_cli.tools.course.gradescope import write_results
 from stage01_cli.tools.course.sealed import LARGEST, Reading, opened, seal
 from stage01_cli.tools.course.sentences import kept, sentences_of
@@ -362,3 +364,22 @@ def test_whoever_ends_the_grader_ends_what_it_judges(tmp_path: Path, number: sig
         handle = os.pidfd_open(pid)
         assert select.select([handle], [], [], 20)[0], "it is still there"
         os.close(handle)
+
+
+def test_a_file_is_parsed_although_a_finalizer_parses_meanwhile() -> None:
+    """As Python 3.11 does for every traceback with marks under its lines."""
+
+    class Finalized:
+        def __init__(self) -> None:
+            self.me = self
+
+        def __del__(self) -> None:
+            ast.parse("1 + 1")
+
+    before = gc.get_threshold()
+    gc.set_threshold(20)
+    try:
+        Finalized()
+        assert parsed(Path(__file__).read_bytes()).body
+    finally:
+        gc.set_threshold(*before)

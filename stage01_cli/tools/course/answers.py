@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from stage01_cli.tools.course.exercises import ROOT, Exercise
+from stage01_cli.tools.course.exercises import ROOT, Exercise, parsed
 from stage01_cli.tools.course.own import FunctionDef, definitions, place_of, solutions
 
 SHORTEST = 31  # characters of a line that is looked for: a shorter one may stand anywhere by chance
@@ -36,7 +36,7 @@ def answers(some: Iterable[Exercise]) -> list[Answer]:
         for module, names in solutions(exercise).items():
             path = place_of(module, exercise)
             text = path.read_text(encoding="utf-8")
-            defined = definitions(ast.parse(text))
+            defined = definitions(parsed(text))
             for name in names:
                 if (function := defined.find(name)) is not None:
                     body = {line for line in body_of(function, text.splitlines()) if len(line) >= SHORTEST}

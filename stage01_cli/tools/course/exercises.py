@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 import re
 import shlex
-import threading
 import tomllib
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
@@ -185,10 +185,10 @@ def next_line(verb: str, exercise: Exercise, work: Path) -> str:
     return f"stages course {verb} {exercise.number}{more}"
 
 
-_PARSING = threading.Lock()
-
-
-def parsed(path: Path) -> ast.Module:
-    """The tree of a file. One at a time: Python 3.11 counts the depth of trees once for all threads, and may find it wrong (SystemError)."""
-    with _PARSING:
-        return ast.parse(path.read_bytes())
+def parsed(source: str | bytes) -> ast.Module:
+    """The tree of a source. Python 3.11 counts the depth of trees once for the whole process: a traceback that another
+    thread or a finalizer formats meanwhile (it parses too) makes it SystemError, so it is tried again."""
+    for _ in range(9):
+        with suppress(SystemError):
+            return ast.parse(source)
+    return ast.parse(source)

@@ -342,7 +342,7 @@ def own_imports(exercise: Exercise, path: Path) -> list[str]:
 
 
 def _imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(parsed(path)):
+    for node in ast.walk(parsed(path.read_bytes())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import CodeType
 
 from stage01_cli.tools.course.answers import CODE, Answer, answers, body_of, functions, span_of
-from stage01_cli.tools.course.exercises import ROOT, Exercise, exercises
+from stage01_cli.tools.course.exercises import ROOT, Exercise, exercises, parsed
 from stage01_cli.tools.course.own import FunctionDef, definitions
 from stage03_engine.errors import ConfigError
 
@@ -67,7 +67,7 @@ class Handout:
 
 def _real_name(answer: Answer) -> str:
     """A class of the starter may have a method from another class of the reference."""
-    defined = definitions(ast.parse(answer.path.read_text(encoding="utf-8")))
+    defined = definitions(parsed(answer.path.read_text(encoding="utf-8")))
     method = answer.name.rpartition(".")[2]
     return next(
         (
@@ -206,13 +206,13 @@ def _only_beginning(name: str, text: str, said: str) -> str:
         return json.dumps(notebook, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
     if "\n# %%" in text:
         return "# %%".join(text.split("# %%", 2)[:2]) + f"# %% [markdown]\n# {said}\n"
-    lines = text.splitlines()[: ast.parse(text).body[0].end_lineno]
+    lines = text.splitlines()[: parsed(text).body[0].end_lineno]
     return "\n".join([*lines, "", f'raise SystemExit("{said}")', ""])
 
 
 def _stubbed(handout: Handout, folder: Path, name: str, text: str) -> str:
     """The source with stubs, as long as it was; what they stand for goes to `withheld/`."""
-    lines, tree = text.splitlines(keepends=True), ast.parse(text)
+    lines, tree = text.splitlines(keepends=True), parsed(text)
     withheld = {
         each: (full, exercise)
         for full, each in _named(tree)
@@ -245,9 +245,9 @@ def _without_words(handout: Handout, name: str, text: str) -> str:
     here = [each for each in handout.some if ROOT / name == each.own_reference]
     if not here and not (name == BUGS and DIAGNOSED in {each.number for each in handout.some}):
         return text
-    known = _docstrings(ast.parse(here[0].starter.read_text(encoding="utf-8"))) if here else {}
+    known = _docstrings(parsed(here[0].starter.read_text(encoding="utf-8"))) if here else {}
     lines = text.splitlines(keepends=True)
-    for said, node in _docstrings(ast.parse(text)).items():
+    for said, node in _docstrings(parsed(text)).items():
         if said not in known:
             first, last = node.lineno - 1, node.end_lineno or node.lineno
             lines[first:last] = [f'{" " * node.col_offset}"""Withheld."""\n', *["\n"] * (last - first - 1)]

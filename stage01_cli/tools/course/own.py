@@ -144,7 +144,7 @@ def answered_by(module: str, name: str) -> Exercise | None:
 
 
 def _tree(path: Path) -> ast.Module:
-    return parsed(path)
+    return parsed(path.read_bytes())
 
 
 def problem(exercise: Exercise, path: Path) -> tuple[str, str] | None:

@@ -66,7 +66,7 @@ def refusals(exercise: Exercise, path: Path) -> list[str]:
     """A sentence for each thing in the file that no grader lets run, by its line; none for a file that is not Python, since nothing of that
     runs."""
     try:
-        tree = parsed(path)
+        tree = parsed(path.read_bytes())
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return []
     reader = Reader(exercise, tree)
@@ -81,7 +81,7 @@ class Reader:
     """Goes through a file once."""
 
     def __init__(self, exercise: Exercise, tree: ast.Module) -> None:
-        starter = parsed(exercise.starter)
+        starter = parsed(exercise.starter.read_bytes())
         self.given = set(_imports(starter))
         roots = {module.partition(".")[0] for module, _ in self.given}
         self.packages = {root for root in roots if not root.startswith("stage")} | (

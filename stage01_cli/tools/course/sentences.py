@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from typing import Any
 
-from stage01_cli.tools.course.exercises import Exercise
+from stage01_cli.tools.course.exercises import Exercise, parsed
 
 
 def kept(exercise: Exercise, results: list[dict[str, Any]]) -> list[str]:
@@ -24,7 +24,7 @@ def kept(exercise: Exercise, results: list[dict[str, Any]]) -> list[str]:
 
 def sentences_of(exercise: Exercise) -> dict[str, set[str]]:
     """Test -> the sentences that it names, or a function of its file that it calls."""
-    tree = ast.parse(exercise.judge.read_text(encoding="utf-8"))
+    tree = parsed(exercise.judge.read_text(encoding="utf-8"))
     functions = {
         each.name: each for each in tree.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
     }

@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from stage01_cli.tools.course.exercises import ROOT, Exercise
+from stage01_cli.tools.course.exercises import ROOT, Exercise, parsed
 from stage01_cli.tools.course.own import references
 
 GRAM = 14  # nodes of the syntax tree in a row
@@ -45,17 +45,17 @@ def fingerprints(trees: Iterable[ast.AST]) -> set[int]:
 
 def of_reference(exercise: Exercise) -> list[ast.AST]:
     """The modules that have what the starter leaves open, with their helpers."""
-    return [ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_bytes()) for module in references(exercise)]
+    return [parsed((ROOT / f"{module.replace('.', '/')}.py").read_bytes()) for module in references(exercise)]
 
 
 def alike(exercise: Exercise, files: dict[str, Path]) -> dict[str, str]:
     """Student -> whom the file resembles most, and by how much: "83 % like bob". A share is of the smaller of the two, without what the
     starter gives. Files that cannot be read as Python have no shape, and are left out."""
-    given = fingerprints([ast.parse(exercise.starter.read_bytes())])
+    given = fingerprints([parsed(exercise.starter.read_bytes())])
     prints = {REFERENCE: fingerprints(of_reference(exercise))}
     for student, path in files.items():
         try:
-            prints[student] = fingerprints([ast.parse(path.read_bytes())]) - given
+            prints[student] = fingerprints([parsed(path.read_bytes())]) - given
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             continue
     found = {}
