@@ -157,10 +157,12 @@ def test_machines_that_do_not_fit_are_refused_and_the_right_one_is_welcome(
         file.seek(-8, os.SEEK_END)
         file.write(b"\0" * 8)
     found: list[list[list[int]]] = []
+    asked = threading.Event()
 
     def engine() -> None:
         with LLM("gpt2-tiny", **SETTINGS, **TWO, master_port=port) as llm:
             found.append(tokens(llm))
+            asked.wait(PATIENCE)
 
     head = threading.Thread(target=engine)
     head.start()
@@ -180,6 +182,7 @@ def test_machines_that_do_not_fit_are_refused_and_the_right_one_is_welcome(
         right.wait_for("Running Worker_TP1 for")
         with machine(port) as second:
             assert "refuses this machine: another machine has node_rank 1 already" in error_of(second)
+        asked.set()
         head.join(PATIENCE)
         assert found == [expected] and right.wait() == 0, right.lines
 
