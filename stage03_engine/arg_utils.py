@@ -77,7 +77,8 @@ class EngineArgs:
         setting is impossible, alone or together with another.
         """
         model, dtype = self.settings["model"], self.settings["dtype"]
-        files = resolve_model(model.value, self.settings["load_format"].value, self.settings["tokenizer"].value)
+        given = _values(self.settings)
+        files = resolve_model(model.value, given["load_format"], given["tokenizer"], given)
         dtype_name = _DTYPE_ALIASES.get(dtype.value, dtype.value)
         settings = self.settings | {"model": _aliased(model, files.name), "dtype": _aliased(dtype, dtype_name)}
         settings = with_detected(settings, {"device": detect_device()})

@@ -7,13 +7,14 @@ transformers.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from stage03_engine.args.parser import did_you_mean
 from stage03_engine.errors import ModelNotFoundError
-from stage03_engine.hf_config import read_shape
+from stage03_engine.hf_config import NO_SETTINGS, read_shape
 from stage03_engine.model_shape import ModelShape
 from stage03_engine.plugins import loaded, wanted
 
@@ -48,21 +49,29 @@ def known_shapes() -> dict[str, ModelShape]:
     return {name: shape for shapes in tables for name, shape in shapes.items()}
 
 
-def resolve_model(name: str, load_format: str = "auto", tokenizer: str | None = None) -> ModelFiles:
+def resolve_model(
+    name: str,
+    load_format: str = "auto",
+    tokenizer: str | None = None,
+    settings: Mapping[str, Any] = NO_SETTINGS,
+) -> ModelFiles:
     """Find the model `name`, its tokenizer and its shape.
 
     With load_format "dummy" no weights are needed, a known shape is enough, and the hub is not asked; tokenizer_path is
     None if there are no tokenizer files. `tokenizer` names another folder or model to take the tokenizer from.
+    `settings` are all of them, for the features that find and read files.
     Raises ModelNotFoundError if files are missing, ConfigError if config.json cannot be used.
     """
     name, dummy = canonical_name(name), load_format == "dummy"
-    tokenizer_path = find_tokenizer(tokenizer, dummy) if tokenizer is not None else None
+    tokenizer_path = find_tokenizer(tokenizer, dummy, settings) if tokenizer is not None else None
     if dummy and not os.path.isdir(name) and (known := known_shapes().get(name)) is not None:
+        for change in loaded("engine", "changed_shape"):
+            known = change(known, settings)
         return ModelFiles(name, None, tokenizer_path, known, "known shape")
-    folder, where = _find(name, "model", _has_config if dummy else _has_model, offline=dummy)
+    folder, where = _find(name, "model", _has_config if dummy else _has_model, dummy, settings)
     if not _has_config(folder):
         raise ModelNotFoundError(f"{folder} is not a model: it has no config.json")
-    shape = read_shape(folder)
+    shape = read_shape(folder, settings)
     if not dummy:
         weight_files(folder)
     if tokenizer_path is None and _has_tokenizer(folder):
@@ -92,15 +101,17 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def find_tokenizer(name: str, offline: bool) -> str:
+def find_tokenizer(name: str, offline: bool, settings: Mapping[str, Any] = NO_SETTINGS) -> str:
     """The folder that holds the tokenizer of a model. Raises ModelNotFoundError."""
-    folder, _ = _find(canonical_name(name), "tokenizer", _has_tokenizer, offline=offline)
+    folder, _ = _find(canonical_name(name), "tokenizer", _has_tokenizer, offline, settings)
     if not _has_tokenizer(folder):
         raise ModelNotFoundError(f"{folder} has no tokenizer: neither tokenizer.json, nor vocab.json and merges.txt")
     return str(folder)
 
 
-def _find(name: str, what: str, complete: Callable[[Path], bool], *, offline: bool) -> tuple[Path, str]:
+def _find(
+    name: str, what: str, complete: Callable[[Path], bool], offline: bool, settings: Mapping[str, Any]
+) -> tuple[Path, str]:
     """The folder of `name` and where it was found. A folder that the user names is used even if it is incomplete, so
     that the error is about that folder; a cached one is used only if it is complete."""
     path = Path(os.path.expanduser(name))
@@ -114,7 +125,7 @@ def _find(name: str, what: str, complete: Callable[[Path], bool], *, offline: bo
         )
     find_by_id = wanted("engine", "hub", f"{name!r} is neither a folder nor bundled, and what asks the hub")
     try:
-        found: tuple[Path, str] = find_by_id(name, what, complete, offline)
+        found: tuple[Path, str] = find_by_id(name, what, complete, offline, settings)
         return found
     except LookupError as error:
         raise _not_found(name, what, str(error)) from None

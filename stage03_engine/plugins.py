@@ -35,6 +35,7 @@ INDEX: tuple[str | Feature, ...] = (
     "stage03_engine.args.features.number_format",
     "stage03_engine.args.features.generation_config",
     "stage03_engine.args.features.hub",
+    "stage03_engine.args.features.hf_overrides",
     "stage03_engine.args.features.weight_index",
     "stage03_engine.core.features.dummy_weights",
     "stage03_engine.model_formats",

@@ -4,9 +4,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from stage03_engine.hf_config import Config, read_architecture, readers
 from stage03_engine.model_shape import ModelShape
@@ -39,11 +40,11 @@ def read_classifier(config: Config, architecture: str) -> ModelShape:
     return with_labels(read_architecture(config, generator_name(architecture)), config)
 
 
-def classifier_shape(shape: ModelShape, folder: str | None) -> ModelShape:
+def classifier_shape(shape: ModelShape, folder: str | None, settings: Mapping[str, Any]) -> ModelShape:
     """The shape of any model that can have a classification head as that of a classifier. Raises ConfigError."""
     if shape.labels or classifier_name(shape.architecture) not in readers():
         return shape
-    return with_labels(shape, None if folder is None else Config(Path(folder) / "config.json"))
+    return with_labels(shape, None if folder is None else Config(Path(folder) / "config.json", settings))
 
 
 def with_labels(shape: ModelShape, config: Config | None) -> ModelShape:
