@@ -83,6 +83,8 @@ class EngineArgs:
         settings = self.settings | {"model": _aliased(model, files.name), "dtype": _aliased(dtype, dtype_name)}
         settings = with_detected(settings, {"device": detect_device()})
         device = settings["device"].value
+        if files.load_format != "auto":
+            settings = with_detected(settings, {"load_format": (files.load_format, "the files of the model")})
         known = _values(settings) | {"shape": files.shape}
         settings = with_detected(settings, gathered(VllmConfig, "detect", known))
         settings = with_detected(settings, detect_settings(files.shape, device))

@@ -16,7 +16,7 @@ from stage03_engine.args.fields import internal as internal, option as option, o
 from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import each, load
 from stage03_engine.model_shape import ModelShape
-from stage03_engine.plugins import Section, with_features
+from stage03_engine.plugins import Section, keys, with_features
 
 LOG_LEVELS = ("CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG", "NOTSET")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "half", "float")
@@ -39,7 +39,14 @@ class ModelConfig(Section):
     )
     max_model_len: int | None = option(None, "longest prompt plus output in tokens; detected if not given", at_least=1)
     load_format: str = option(
-        "auto", "auto = safetensors; dummy = random weights, nothing is downloaded", ("auto", "safetensors", "dummy")
+        "auto",
+        "; ".join(
+            [
+                "how the weights are stored: auto = safetensors if there are such files",
+                *(f"{name} = {part.help}" for name, part in keys("weights").items()),
+            ]
+        ),
+        ("auto", "safetensors", *keys("weights")),
     )
     seed: int = option(0, "seed of the engine: random weights, and sampling of requests without a seed of their own")
     default_sampling_params: dict[str, Any] | None = internal(None)  # of requests that leave them out

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,22 @@ from stage03_engine.args.parser import did_you_mean
 from stage03_engine.errors import ModelNotFoundError
 from stage03_engine.hf_config import NO_SETTINGS, read_shape
 from stage03_engine.model_shape import ModelShape
-from stage03_engine.plugins import loaded, wanted
+from stage03_engine.plugins import keys, loaded, wanted
 
 BUNDLED_FOLDER = Path(__file__).parent / "bundled"
 _ALIASES = {"gpt-2": "gpt2"}
+
+
+class WeightFormat:
+    """A value of `--load-format`: how weights are stored, if not as safetensors, or made without files."""
+
+    needs_files = True
+    automatic = False  # taken by `auto` where there are no safetensors files
+    tensors: str  # "module:function"; called with (config, dtype), gives (name, tensor) pairs
+
+    def files(self, folder: Path) -> list[Path]:
+        """Those that hold the weights; none if the folder has none. Raises ModelNotFoundError if one of several is missing."""
+        return []
 
 
 @dataclass(frozen=True)
@@ -31,6 +44,7 @@ class ModelFiles:
     tokenizer_path: str | None  # folder with tokenizer files; None only with dummy weights
     shape: ModelShape
     where: str  # folder, bundled, cache, hub or known shape
+    load_format: str = "auto"  # what `auto` turned out to be; auto means safetensors
 
 
 def canonical_name(name: str) -> str:
@@ -41,6 +55,14 @@ def canonical_name(name: str) -> str:
 def bundled_models() -> list[str]:
     """Names of the models that come with the project."""
     return sorted(path.parent.name for path in BUNDLED_FOLDER.glob("*/config.json"))
+
+
+def weight_format(load_format: str) -> WeightFormat | None:
+    """None for safetensors, which the walk reads itself. Raises ConfigError if nothing reads it."""
+    if load_format in ("auto", "safetensors"):
+        return None
+    form: WeightFormat = wanted("weights", load_format, f"--load-format {load_format}")
+    return form
 
 
 def known_shapes() -> dict[str, ModelShape]:
@@ -62,36 +84,50 @@ def resolve_model(
     `settings` are all of them, for the features that find and read files.
     Raises ModelNotFoundError if files are missing, ConfigError if config.json cannot be used.
     """
-    name, dummy = canonical_name(name), load_format == "dummy"
+    name, form = canonical_name(name), weight_format(load_format)
+    dummy = form is not None and not form.needs_files
     tokenizer_path = find_tokenizer(tokenizer, dummy, settings) if tokenizer is not None else None
     if dummy and not os.path.isdir(name) and (known := known_shapes().get(name)) is not None:
         for change in loaded("engine", "changed_shape"):
             known = change(known, settings)
         return ModelFiles(name, None, tokenizer_path, known, "known shape")
-    folder, where = _find(name, "model", _has_config if dummy else _has_model, dummy, settings)
+    folder, where = _find(name, "model", _has_config if dummy else partial(_has_model, load_format), dummy, settings)
     if not _has_config(folder):
         raise ModelNotFoundError(f"{folder} is not a model: it has no config.json")
     shape = read_shape(folder, settings)
+    load_format = _stored_as(folder, load_format)
     if not dummy:
-        weight_files(folder)
+        weight_files(folder, load_format)
     if tokenizer_path is None and _has_tokenizer(folder):
         tokenizer_path = str(folder)
     if tokenizer_path is None and not dummy:
         raise ModelNotFoundError(
             f"{folder} has no tokenizer (tokenizer.json, or vocab.json and merges.txt); name one with --tokenizer"
         )
-    return ModelFiles(name, str(folder), tokenizer_path, shape, where)
+    return ModelFiles(name, str(folder), tokenizer_path, shape, where, load_format)
 
 
-def weight_files(folder: Path) -> list[Path]:
+def _stored_as(folder: Path, load_format: str) -> str:
+    """What `auto` is for this folder: itself, where there are safetensors files or nothing else."""
+    if load_format != "auto" or any(folder.glob("*.safetensors*")):
+        return load_format
+    forms = {name: part.load() for name, part in keys("weights").items()}
+    return next((name for name, form in forms.items() if form.automatic and form.files(folder)), load_format)
+
+
+def weight_files(folder: Path, load_format: str = "auto") -> list[Path]:
     """The files that hold the weights: those of the index if there is one, else model.safetensors, else every
     *.safetensors. (Some folders hold the same weights again, in their makers' own format, under another name.)
 
     Raises ModelNotFoundError if there is none or one is missing, ConfigError for an index that cannot be used.
     """
+    if (form := weight_format(load_format)) is not None:
+        if not (files := form.files(folder)) and form.needs_files:
+            raise ModelNotFoundError(f"no weights in {folder}: it holds no files of --load-format {load_format}")
+        return files
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
-        files: list[Path] = wanted("engine", "weight_index", f"what reads {index.name}")(index)
+        files = wanted("engine", "weight_index", f"what reads {index.name}")(index)
     else:
         files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
     if not files:
@@ -151,5 +187,6 @@ def _has_tokenizer(folder: Path) -> bool:
     return (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file()
 
 
-def _has_model(folder: Path) -> bool:
-    return _has_config(folder) and any(folder.glob("*.safetensors"))
+def _has_model(load_format: str, folder: Path) -> bool:
+    form = weight_format(_stored_as(folder, load_format))
+    return _has_config(folder) and (any(folder.glob("*.safetensors")) if form is None else bool(form.files(folder)))

@@ -38,6 +38,7 @@ INDEX: tuple[str | Feature, ...] = (
     "stage03_engine.args.features.hf_overrides",
     "stage03_engine.args.features.weight_index",
     "stage03_engine.core.features.dummy_weights",
+    "stage03_engine.core.features.load_formats",
     "stage03_engine.model_formats",
     "stage03_engine.own_models",
     "stage03_engine.bundled.training",
@@ -188,6 +189,7 @@ SEAMS = {
         "scheduler", _ENGINE, "stands for a hook or a scheduler in a replay; the key is its name in a recording"
     ),
     "policy": Seam("scheduler", _ENGINE, "a queue class; the key is the scheduling policy"),
+    "weights": Seam("runner", _ENGINE, "a WeightFormat; the key is its name, a value of --load-format"),
     "model": Seam("runner", _ENGINE, "a model class; the key is the architecture"),
 }
 """Where a manifest's parts plug in. A feature also adds settings to its sections, and hooks."""

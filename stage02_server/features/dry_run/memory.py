@@ -17,7 +17,7 @@ from stage03_engine.config import VllmConfig
 from stage03_engine.core.kv_cache_size import choose_num_blocks, item_bytes, kv_block_bytes
 from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import load
-from stage03_engine.model_path import weight_files
+from stage03_engine.model_path import weight_files, weight_format
 from stage03_engine.model_shape import ModelShape
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -81,7 +81,7 @@ def check_kv_cache(config: VllmConfig, memory: Memory) -> None:
 def count_parameters(config: VllmConfig) -> int:
     """From the heads of the safetensors files, or from the model's shape. Raises ModelNotFoundError, ConfigError."""
     model = config.model_config
-    if model.load_format == "dummy" or model.model_path is None:
+    if weight_format(model.load_format) is not None or model.model_path is None:
         return _parameters_of(config.shape)
     tied = getattr(config.shape, "tie_word_embeddings", True)
     shapes = {name: shape for file in weight_files(Path(model.model_path)) for name, shape in _tensors(file).items()}

@@ -19,8 +19,8 @@ from stage03_engine.core.hooks import RunnerHook
 from stage03_engine.core.models.layers import LanguageModel
 from stage03_engine.core.models.registry import model_class
 from stage03_engine.errors import ConfigError
-from stage03_engine.model_path import weight_files
-from stage03_engine.plugins import wanted
+from stage03_engine.mixins import load
+from stage03_engine.model_path import weight_files, weight_format
 from stagetrace import trace
 
 
@@ -43,9 +43,8 @@ def get_model(
     started, shape = time.monotonic(), config.shape
     with torch.device("meta"):  # shapes only: no memory is touched before the real weights arrive
         model = model_class(shape.architecture)(shape, config.device_config.attention_backend)
-    tensors: Iterator[tuple[str, Tensor]]
-    if config.model_config.load_format == "dummy":
-        tensors = wanted("engine", "dummy_weights", "--load-format dummy")(config, dtype)
+    if (form := weight_format(config.model_config.load_format)) is not None:
+        tensors: Iterator[tuple[str, Tensor]] = load(form.tensors)(config, dtype)
     else:
         tensors = checkpoint_tensors(Path(config.model_config.model_path or ""))
     for hook in hooks:

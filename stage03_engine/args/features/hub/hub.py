@@ -13,6 +13,8 @@ _REASONS = {
     "HFValidationError": "the hub cannot have a model of that name",
     "GatedRepoError": "the hub gives it only to those who were granted access (HF_TOKEN)",
 }
+PICKLED = ["*.bin", "*.bin.index.json"]
+"""Only where a model has no safetensors files, or `--load-format pt` asks for them."""
 _TOKENIZER = ["tokenizer*", "vocab.json", "merges.txt", "chat_template.jinja"]
 FILES = {
     "tokenizer": _TOKENIZER,
@@ -29,7 +31,8 @@ def find_by_id(
     A copy in the cache is used if it is complete. `settings` may say which revision, and where the cache is. Raises LookupError that says in a clause why there is none.
     """
     revision = settings.get("tokenizer_revision" if what == "tokenizer" else "revision")
-    which = {"revision": revision, "cache_dir": settings.get("download_dir"), "allow_patterns": FILES[what]}
+    patterns = FILES[what] + (PICKLED if settings.get("load_format") == "pt" else [])
+    which = {"revision": revision, "cache_dir": settings.get("download_dir"), "allow_patterns": patterns}
     cached = from_cache(name, which)
     if cached is not None and complete(cached):
         return cached, "cache"
@@ -58,10 +61,15 @@ def from_hub(name: str, which: Mapping[str, Any]) -> Path:
     if constants.HF_HUB_OFFLINE:
         raise LookupError("HF_HUB_OFFLINE forbids to ask the hub")
     try:
-        HfApi().model_info(
-            name, revision=which["revision"], timeout=_TIMEOUT_S
-        )  # fails early: snapshot_download waits longer, and tries again
-        return Path(snapshot_download(name, **which))
+        # fails early: snapshot_download waits longer, and tries again
+        found = HfApi().model_info(name, revision=which["revision"], timeout=_TIMEOUT_S)
+        return Path(snapshot_download(name, **{**which, "allow_patterns": _patterns(which["allow_patterns"], found)}))
     except Exception as error:  # which classes these are differs between the versions of huggingface_hub
         kind = type(error).__name__
         raise LookupError(_REASONS.get(kind, f"the hub cannot be reached, or refuses ({kind})")) from None
+
+
+def _patterns(wanted: list[str], model: Any) -> list[str]:
+    """With the pickled weights of a model that has no others."""
+    stored = any(each.rfilename.endswith(".safetensors") for each in model.siblings or ())
+    return wanted if stored or "config.json" not in wanted else [*wanted, *PICKLED]

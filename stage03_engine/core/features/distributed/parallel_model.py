@@ -22,7 +22,8 @@ class ParallelModelHook(RunnerHook):
         own, whole = ranks(), self.config.shape.whole
         cut_vocabulary(model, whole, own)
         stages.leave_out(model, whole, own)
-        return own_slices(tensors, whole, own)
+        cut_already = self.config.model_config.load_format == "sharded_state"
+        return tensors if cut_already else own_slices(tensors, whole, own)
 
     def model_loaded(self, model: LanguageModel) -> LanguageModel:
         """The model with its exchanges: within each layer, and with the neighbouring stages."""

@@ -9,7 +9,7 @@ FEATURE = Feature(
     help="random weights, without a download",
     room=__package__,
     parts=(
-        Part("engine", ".dummy_weights:dummy_tensors", key="dummy_weights"),
+        Part("weights", ".shapes:DUMMY", key="dummy", help="random weights, nothing is downloaded"),
         Part("engine", ".shapes:KNOWN_SHAPES", key="known_shapes"),
     ),
 )

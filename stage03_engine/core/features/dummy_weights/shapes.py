@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+from stage03_engine.model_path import WeightFormat
 from stage03_engine.model_shape import ModelShape
+
+
+class Dummy(WeightFormat):
+    """Random weights of any known shape."""
+
+    needs_files = False
+    tensors = "stage03_engine.core.features.dummy_weights.dummy_weights:dummy_tensors"
+
+
+DUMMY = Dummy()
 
 
 def _gpt2(num_layers: int, num_heads: int, hidden_size: int) -> ModelShape:

@@ -43,13 +43,12 @@ def compatibility_hash(config: VllmConfig) -> str:
     for name in config.__dataclass_fields__:
         if name not in _HARMLESS:
             found.update(name.encode() + msgspec.msgpack.encode(sections.get(name, getattr(config, name))))
-    if config.model_config.load_format != "dummy":
-        for file in weight_files(Path(config.model_config.model_path or "")):
-            try:
-                now = file.stat()
-                found.update(_file_digest(file, now.st_size, now.st_mtime_ns))
-            except OSError as error:
-                raise ConfigError(f"cannot read the weights in {file}: {error}") from error
+    for file in weight_files(Path(config.model_config.model_path or ""), config.model_config.load_format):
+        try:
+            now = file.stat()
+            found.update(_file_digest(file, now.st_size, now.st_mtime_ns))
+        except OSError as error:
+            raise ConfigError(f"cannot read the weights in {file}: {error}") from error
     return found.hexdigest()[:32]
 
 

@@ -24,10 +24,9 @@ def must_agree(config: VllmConfig) -> dict[str, str]:
     found = {"the version of vllm-in-stages": __version__} | {
         f"the version of {name}": _version(name) for name in PACKAGES
     }
-    found["load_format"] = "dummy" if model.load_format == "dummy" else "safetensors"
+    found["load_format"] = "safetensors" if model.load_format == "auto" else model.load_format
     found |= {f"the model's {name}": str(value) for name, value in asdict(config.shape).items()}
-    if found["load_format"] != "dummy":
-        files = weight_files(Path(model.model_path or ""))
+    if files := weight_files(Path(model.model_path or ""), model.load_format):
         found["the model's weights"] = ", ".join(f"{file.name} {_fingerprint(file)}" for file in files)
     return found
 

@@ -13,9 +13,10 @@ from typing import Any
 
 from stage03_engine import __version__
 from stage03_engine.config import SECTIONS, VllmConfig
+from stage03_engine.model_path import weight_files
 
 EQUAL = (
-    "dtype", "load_format", "seed", "max_model_len", "logits_processors", "quantization", "block_size", "batch_invariant", "speculative_config",
+    "dtype", "load_format", "hf_overrides", "seed", "max_model_len", "logits_processors", "quantization", "block_size", "batch_invariant", "speculative_config",
     "runner_type", "convert_type", "pooler_config", "disable_any_whitespace", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size",
 )  # fmt: skip
 """The settings that are compared, those of features that are installed."""
@@ -39,7 +40,8 @@ def _weights(config: VllmConfig) -> str:
     """Tells models apart whose weights differ in shape, or at the end of a file; reading all of them would take as long as loading."""
     digest = hashlib.blake2b(repr(config.shape).encode(), digest_size=8)
     folder = config.model_config.model_path
-    for path in sorted(Path(folder).glob("*.safetensors")) if folder is not None else ():
+    load_format = config.model_config.load_format
+    for path in weight_files(Path(folder), load_format) if folder is not None else ():
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())
         with open(path, "rb") as file:
