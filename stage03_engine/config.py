@@ -40,12 +40,7 @@ class ModelConfig(Section):
     max_model_len: int | None = option(None, "longest prompt plus output in tokens; detected if not given", at_least=1)
     load_format: str = option(
         "auto",
-        "; ".join(
-            [
-                "how the weights are stored: auto = safetensors if there are such files",
-                *(f"{name} = {part.help}" for name, part in keys("weights").items()),
-            ]
-        ),
+        "; ".join(["auto = safetensors", *(f"{name} = {part.help}" for name, part in keys("weights").items())]),
         ("auto", "safetensors", *keys("weights")),
     )
     seed: int = option(0, "seed of the engine: random weights, and sampling of requests without a seed of their own")

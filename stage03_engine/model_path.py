@@ -72,10 +72,7 @@ def known_shapes() -> dict[str, ModelShape]:
 
 
 def resolve_model(
-    name: str,
-    load_format: str = "auto",
-    tokenizer: str | None = None,
-    settings: Mapping[str, Any] = NO_SETTINGS,
+    name: str, load_format: str = "auto", tokenizer: str | None = None, settings: Mapping[str, Any] = NO_SETTINGS
 ) -> ModelFiles:
     """Find the model `name`, its tokenizer and its shape.
 
@@ -100,7 +97,8 @@ def resolve_model(
         weight_files(folder, load_format)
     if tokenizer_path is None and _has_tokenizer(folder):
         tokenizer_path = str(folder)
-    if tokenizer_path is None and not dummy:
+    needs_tokenizer = not dummy and not any(ask(settings) for ask in loaded("engine", "needs_no_tokenizer"))
+    if tokenizer_path is None and needs_tokenizer:
         raise ModelNotFoundError(
             f"{folder} has no tokenizer (tokenizer.json, or vocab.json and merges.txt); name one with --tokenizer"
         )

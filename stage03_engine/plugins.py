@@ -36,6 +36,7 @@ INDEX: tuple[str | Feature, ...] = (
     "stage03_engine.args.features.generation_config",
     "stage03_engine.args.features.hub",
     "stage03_engine.args.features.hf_overrides",
+    "stage03_engine.frontend.features.skip_tokenizer",
     "stage03_engine.args.features.weight_index",
     "stage03_engine.core.features.dummy_weights",
     "stage03_engine.core.features.load_formats",
@@ -214,7 +215,7 @@ HOOKS = {
     "core": Hook("core", _SETTING, "an EngineCore, in its place", single=True),
     "executor": Hook("core", _SETTING, "an Executor, in place of UniProcExecutor", single=True),
     "worker": Hook("core", _SETTING, "a Worker, in its place", single=True),
-    "input": Hook("message", ("parameters",), "an InputHook: a request on its way to the engine"),
+    "input": Hook("message", _EITHER, "an InputHook: a request on its way to the engine"),
     "scheduler": Hook("scheduler", _EITHER, "a SchedulerHook"),
     "runner": Hook("runner", _EITHER, "a RunnerHook"),
 }

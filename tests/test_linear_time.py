@@ -150,6 +150,7 @@ NEVER: dict[str, str] = {  # the beginning of a line of `expressions`: what it m
     "stage03_engine/core/features/debug/layer_trace.py: ": MODEL,
     "stage03_engine/core/features/lora/adapter.py: ": MODEL,
     "stage03_engine/core/features/distributed/stages.py: ": MODEL,
+    "stage03_engine/core/features/load_formats/sharded_state.py: ": MODEL,
     "stage03_engine/core/models/gpt2.py: ": MODEL,
     "stage03_engine/frontend/features/data_parallel/devices.py: ": FLAGS,
     "stage03_engine/frontend/features/dead_folders/dead_folders.py: ": FLAGS,

@@ -65,6 +65,9 @@ ELSEWHERE = {
     "front_ends": "several API servers, test_api_servers",
     "log_config": "the log, test_environment",
     "logging_stats": "the log, test_environment",
+    "hub": "where files are, test_model_path",
+    "hf_overrides": "another model, test_hf_overrides",
+    "skip_tokenizer": "an engine without texts, test_skip_tokenizer",
     "generation_config": "defaults of a model's own file, test_generation_config",
 }
 """Features whose settings are not tried here -> where they are."""

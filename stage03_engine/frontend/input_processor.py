@@ -23,7 +23,8 @@ MAX_SALT_LENGTH = 1024  # characters
 
 
 class InputHook:
-    """A feature's part in a request that uses one of its fields (`SamplingParams.HOOKS`), before it goes to the engine."""
+    """A feature's part in a request before it goes to the engine: in one that uses one of its fields (`SamplingParams.HOOKS`), or in every one
+    that a setting switches on."""
 
     def __init__(self, processor: InputProcessor) -> None:
         self.processor = processor
@@ -45,6 +46,7 @@ class InputProcessor:
         self._max_model_len = config.max_model_len
         self._vocab_size = config.shape.vocab_size
         self._makes_text = not TEXT_TASKS.isdisjoint(config.supported_tasks)
+        self._hooks = config.hooks("input")
         self._stream_interval = config.scheduler_config.stream_interval
         if trace.on:
             trace.emit("input_processor.created")
@@ -71,7 +73,7 @@ class InputProcessor:
             raise InvalidRequestError("This engine makes vectors, not text: see --runner and --convert.", "model")
         self.check_salt(cache_salt)
         token_ids = self.tokenize(prompt, add_special_tokens)
-        hooks: list[InputHook] = [load(name)(self) for name in params.hooks("input")]
+        hooks: list[InputHook] = [load(name)(self) for name in (*self._hooks, *params.hooks("input"))]
         for hook in hooks:
             token_ids = hook.prompt(token_ids, params)
         room = self._room(token_ids, params)

@@ -105,6 +105,7 @@ class RequestState:
         self.external_req_id = external_req_id  # the caller's name for it
         self.completed = completed
         self.detokenizer = IncrementalDetokenizer(tokenizer, params, request.prompt_token_ids)
+        self._waits_for_text = tokenizer.makes_text
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
         self.cumulative_logprob = 0.0
@@ -155,7 +156,7 @@ class RequestState:
         delta = kind == RequestOutputKind.DELTA
         start = self._num_given if delta else 0
         text = self.detokenizer.next_text(delta)
-        if delta and not finished and not text:
+        if delta and not finished and not text and self._waits_for_text:
             return None  # its tokens and logprobs go out with their text
         self._num_given = len(self.token_ids)
         completion = CompletionOutput(

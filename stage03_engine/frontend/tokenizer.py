@@ -20,7 +20,7 @@ from stage03_engine.config import VllmConfig
 from stage03_engine.errors import ConfigError
 from stage03_engine.hf_config import read_json
 from stage03_engine.model_path import find_tokenizer
-from stage03_engine.plugins import find, wanted
+from stage03_engine.plugins import find, loaded, wanted
 from stagetrace import trace
 
 PIECES = 2**15  # tokens that are remembered
@@ -81,6 +81,8 @@ class Tokenizer:
     eos_token_id: the id that ends a text, or None; more_eos_token_ids: further ones; chat_template: Jinja text, or None;
     bos_token, eos_token: the text of these tokens for templates.
     """
+
+    makes_text = True  # False: no token has a text, and answers do not wait for theirs
 
     def __init__(self, backend: Backend, eos_token_id: int | None, chat_template: str | None = None) -> None:
         self.backend = backend
@@ -188,6 +190,9 @@ def _load(folder: Path, eos_token_ids: tuple[int, ...]) -> Tokenizer:
 def init_tokenizer_from_configs(config: VllmConfig) -> Tokenizer:
     """The tokenizer that belongs to the configured model. Raises ConfigError when its files are unusable."""
     path, shape = config.model_config.tokenizer_path, config.shape
+    for make in loaded("engine", "no_tokenizer"):
+        if (tokenizer := make(config)) is not None:
+            return tokenizer
     ends = () if shape.eos_token_id is None else (shape.eos_token_id, *shape.more_eos_token_ids)
     if path is None:
         tokenizer = Tokenizer(*wanted("engine", "stand_in_tokenizer", "a stand-in for a tokenizer")(shape.vocab_size))

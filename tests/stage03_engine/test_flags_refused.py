@@ -44,9 +44,9 @@ def test_short_names(short: str, long: str) -> None:
 
 
 REASONS = {
-    "-O3": "torch.compile", "--skip-tokenizer-init": "needs the tokenizer",
-    "--revision x": "branch main", "--hf-token x": "HF_TOKEN", "--download-dir /x": "HF_HOME", "--enable-sleep-mode": "cannot sleep",
-    "--hf-overrides {\"a\":1}": "config.json", "--model-impl transformers": "the classes of this project", "--device-ids 1": "CUDA_VISIBLE_DEVICES",
+    "-O3": "torch.compile",
+    "--hf-token x": "HF_TOKEN", "--enable-sleep-mode": "cannot sleep",
+    "--hf-config-path x": "config.json", "--model-impl transformers": "the classes of this project", "--device-ids 1": "CUDA_VISIBLE_DEVICES",
     "--numa-bind": "VLLM_CPU_OMP_THREADS_BIND", "--worker-extension-cls a.B": "--worker-cls takes a worker of your own", "--watchdog-config {}": "hung",
     "--cpu-offload-gb 4": "weights stay", "--max-num-scheduled-tokens 9": "--max-num-batched-tokens", "--watermark 0.1": "held back",
     "--performance-mode throughput": "presets", "--compilation-config {\"a\":1}": "torch.compile", "--diffusion-config {}": "diffusion",

@@ -17,8 +17,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from patience import PATIENCE
 
+from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.errors import ConfigError, ModelNotFoundError, StagesError
-from stage03_engine.model_path import bundled_models, known_shapes, read_shape, resolve_model
+from stage03_engine.model_path import BUNDLED_FOLDER, bundled_models, known_shapes, read_shape, resolve_model
 from stage03_engine.model_shape import ModelShape
 
 CONFIG: dict[str, Any] = {
@@ -221,55 +222,65 @@ def test_any_config_gives_a_sound_shape_or_a_refusal(changes: dict[str, Any], tm
 # The hub: huggingface_hub reads its environment when it is imported, so each of these runs in a process of its own.
 
 RESOLVE = """
-import sys
+import json, sys
 from stage03_engine.errors import StagesError
 from stage03_engine.model_path import resolve_model
 try:
-    found = resolve_model(*sys.argv[1:])
+    *words, settings = sys.argv[1:]
+    found = resolve_model(*words, **json.loads(settings))
     print(found.where, found.name, found.model_path, found.shape.num_layers)
 except StagesError as error:
     print(type(error).__name__, error)
 """
 
 
-def resolve_elsewhere(*arguments: str, **environ: str) -> str:
+def resolve_elsewhere(*arguments: str, settings: dict[str, str] | None = None, **environ: str) -> str:
     """What `resolve_model(*arguments)` gives in a new process."""
+    more = json.dumps({} if settings is None else {"settings": settings})
     done = subprocess.run(
-        [sys.executable, "-c", RESOLVE, *arguments],
+        [sys.executable, "-c", RESOLVE, *arguments, more],
         env=os.environ | environ, capture_output=True, text=True, timeout=PATIENCE, check=True,
     )  # fmt: skip
     return done.stdout.strip()
 
 
 class Hub(BaseHTTPRequestHandler):
-    """As much of the hub's HTTP API as a download needs; it holds one model, `gpt2`."""
+    """As much of the hub's HTTP API as a download needs; it holds one model, `gpt2`, of which the revision `v2` has more layers
+    and pickled weights."""
 
-    files: ClassVar[dict[str, bytes]] = {
+    main: ClassVar[dict[str, bytes]] = {
         "config.json": json.dumps(CONFIG).encode(), WEIGHTS: b"weights", TOKENIZER: b"{}", "flax_model.msgpack": b"no",
     }  # fmt: skip
+    v2: ClassVar[dict[str, bytes]] = {
+        "config.json": json.dumps(CONFIG | {"n_layer": 3}).encode(), "pytorch_model.bin": b"weights", TOKENIZER: b"{2}",
+    }  # fmt: skip
+    commits: ClassVar[dict[str, str]] = {"main": "a" * 40, "v2": "b" * 40}
     paths: ClassVar[list[str]] = []
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
         Hub.paths.append(path)
-        names = list(self.files)
+        second = "v2" in path.split("/") or self.commits["v2"] in path.split("/")
+        files, commit = (self.v2, self.commits["v2"]) if second else (self.main, self.commits["main"])
+        names = list(files)
         headers = {}
         if path.startswith("/api/models/gpt2/tree/"):
             entries = [
-                {"type": "file", "path": name, "size": len(content), "oid": f"{names.index(name):040x}"}
-                for name, content in self.files.items()
+                {"type": "file", "path": name, "size": len(content), "oid": f"{names.index(name) + 9 * second:040x}"}
+                for name, content in files.items()
             ]
             body = json.dumps(entries).encode()
-        elif path in ("/api/models/gpt2", "/api/models/gpt2/revision/main"):
+        elif path == "/api/models/gpt2" or path.removeprefix("/api/models/gpt2/revision/") in self.commits:
             siblings = [{"rfilename": name} for name in names]
-            body = json.dumps({"id": "gpt2", "sha": "a" * 40, "siblings": siblings}).encode()
+            body = json.dumps({"id": "gpt2", "sha": commit, "siblings": siblings}).encode()
         elif path.startswith("/gpt2/resolve/"):
             name = path.rpartition("/")[2]
-            body = self.files[name]
-            headers = {"ETag": f'"{names.index(name):040x}"', "X-Repo-Commit": "a" * 40}
+            body = files[name]
+            headers = {"ETag": f'"{names.index(name) + 9 * second:040x}"', "X-Repo-Commit": commit}
         else:
             self.send_response(404)
-            body, headers = b"", {"X-Error-Code": "RepoNotFound"}
+            unknown = path.startswith("/api/models/gpt2/revision/")
+            body, headers = b"", {"X-Error-Code": "RevisionNotFound" if unknown else "RepoNotFound"}
         if body:
             self.send_response(200)
         for key, value in headers.items():
@@ -307,6 +318,45 @@ def test_a_model_is_downloaded_once_and_then_cached(hub: str, tmp_path: Path) ->
     (tmp_path / again.split()[2] / WEIGHTS).unlink()  # a cache that lost its weights is no model,
     shutil.rmtree(tmp_path / "hub/models--gpt2/trees", ignore_errors=True)  # also for a library that keeps no listing
     assert resolve_elsewhere("gpt2", **online).startswith("hub gpt2 ")
+
+
+def test_another_revision_in_another_folder(hub: str, tmp_path: Path) -> None:
+    """Both revisions are cached side by side. The second has pickled weights only."""
+    home, other = tmp_path / "home", tmp_path / "other"
+    online = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub, "HF_HOME": str(home)}
+    offline = online | {"HF_HUB_OFFLINE": "1"}
+    assert resolve_elsewhere("gpt2", settings={"download_dir": str(other)}, **online).endswith(" 2")
+    assert not home.exists() or not list(home.rglob("config.json"))
+    second = resolve_elsewhere("gpt2", settings={"download_dir": str(other), "revision": "v2"}, **online)
+    assert second.startswith("hub gpt2 ") and second.endswith(" 3") and str(other) in second
+    assert [path.name for path in Path(second.split()[2]).glob("*.bin")] == ["pytorch_model.bin"]
+    for revision, layers in (("main", 2), ("v2", 3)):
+        again = resolve_elsewhere("gpt2", settings={"download_dir": str(other), "revision": revision}, **offline)
+        assert again.startswith("cache ") and again.endswith(f" {layers}")
+    assert "HF_HUB_OFFLINE forbids" in resolve_elsewhere("gpt2", settings={"revision": "v2"}, **offline)
+    assert "the hub has no such revision of it" in resolve_elsewhere("gpt2", settings={"revision": "v3"}, **online)
+
+
+@pytest.mark.parametrize("where", ["gpt2-tiny", "a folder"])
+@pytest.mark.parametrize("name", ["revision", "tokenizer_revision"])
+def test_what_has_one_version_has_no_revisions(name: str, where: str, tmp_path: Path) -> None:
+    model = where if where == "gpt2-tiny" else str(shutil.copytree(BUNDLED_FOLDER / "gpt2-tiny", tmp_path / "model"))
+    assert EngineArgs.from_kwargs(model=model, **{name: "main"}).model_config.model_path is not None
+    with pytest.raises(ConfigError, match=f"^{name} 'v2': .* does not come from the hub, and has one version"):
+        EngineArgs.from_kwargs(model=model, **{name: "v2"})
+
+
+def test_the_tokenizer_may_have_a_revision_of_its_own(hub: str, tmp_path: Path) -> None:
+    script = (
+        "import sys; from stage03_engine.arg_utils import EngineArgs;"
+        "model = EngineArgs.from_kwargs(model='gpt2', revision='main', tokenizer_revision='v2', device='cpu', max_model_len=9).model_config;"
+        "print(open(model.tokenizer_path + '/tokenizer.json').read(), open(model.model_path + '/tokenizer.json').read())"
+    )
+    environ = os.environ | {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": hub, "HF_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=PATIENCE, check=True
+    )
+    assert done.stdout.split() == ["{2}", "{}"]
 
 
 def test_the_hub_does_not_have_it(hub: str, tmp_path: Path) -> None:

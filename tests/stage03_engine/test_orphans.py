@@ -24,6 +24,7 @@ CHILDREN = {
 }
 COMMANDS = {
     "stage02_server", "stage03_engine", "stage03_engine.bundled.training.train_gpt2_tiny", "stage02_server.features.page.openapi", "stage03_engine.core.features.quantization.accuracy",
+    "stage03_engine.core.features.load_formats.save_sharded_state",
 }  # fmt: skip
 """What users start."""
 

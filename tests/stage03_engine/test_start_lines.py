@@ -67,9 +67,8 @@ REFUSED = {
     "--quantization fp8": "int8",
     "--speculative-model gpt2": "--speculative-config",
     "--worker-use-ray": "--distributed-executor-backend ray",
-    "--revision v1.0": "give the folder of its snapshot",
+    "--revision v1.0": "does not come from the hub",
     "--distributed-executor-backend ray": "needs Ray, which is not installed",
-    "--skip-tokenizer-init": "needs the tokenizer",
 }
 """What a server does not do -> what the refusal names."""
 

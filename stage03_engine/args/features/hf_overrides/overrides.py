@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,18 +22,17 @@ SIZES = {
 """Key of config.json -> field of ModelShape, for a known shape, which has no file."""
 
 
-def overridden(values: dict[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of config.json with those of the setting in their place, each as a whole."""
-    given = settings.get("hf_overrides") or {}
+def overridden(values: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """The values of config.json with those that are given in their place, each as a whole."""
     if "n_layer" in values or values.get("model_type") == "gpt2":
         given = {GPT2_NAMES.get(key, key): value for key, value in given.items()}
     return values | given
 
 
-def changed_shape(shape: ModelShape, settings: Mapping[str, Any]) -> ModelShape:
+def changed_shape(shape: ModelShape, given: dict[str, Any]) -> ModelShape:
     """A known shape with other sizes. What follows from a size in config.json follows here too, unless it is given: the size of a head, and of
     an MLP four times as wide as the model. Raises ConfigError for what is no size of a shape."""
-    sizes = _sizes(settings.get("hf_overrides") or {})
+    sizes = _sizes(given)
     hidden_size, num_heads = sizes.get("hidden_size", shape.hidden_size), sizes.get("num_heads", shape.num_heads)
     if shape.num_kv_heads == shape.num_heads:
         sizes.setdefault("num_kv_heads", num_heads)
@@ -61,6 +59,6 @@ def _sizes(given: dict[str, Any]) -> dict[str, int]:
                 f"hf_overrides: {key[:100]!r} is no size of a known shape; for other keys name a folder with a config.json"
             )
         if type(value) is not int or not 1 <= value < 2**31:
-            raise ConfigError(f"hf_overrides: {key} must be a positive integer, not {str(value)[:100]!r}")
+            raise ConfigError(f"hf_overrides: {key} must be a positive integer, not {repr(value)[:100]}")
         sizes[SIZES[key]] = value
     return sizes

@@ -41,11 +41,11 @@ def save_rank(folder: Path, own: Ranks, slices: Iterable[tuple[str, Tensor]], pa
 
 
 def _save(folder: Path, own: Ranks, part: int, tensors: dict[str, Tensor]) -> None:
-    save_file(tensors, folder / f"model-rank-{own.rank}-part-{part}.safetensors", _made_for(own))
+    save_file(tensors, folder / f"model-rank-{own.rank}-part-{part}.safetensors", {"format": "pt"} | _made_for(own))
 
 
 def _made_for(own: Ranks) -> dict[str, str]:
-    return {"format": "pt", "tensor_parallel_size": str(own.tp_size), "pipeline_parallel_size": str(own.pp_size)}
+    return {"tensor_parallel_size": str(own.tp_size), "pipeline_parallel_size": str(own.pp_size)}
 
 
 def own_tensors(config: VllmConfig, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
