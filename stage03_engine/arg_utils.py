@@ -6,6 +6,7 @@ import argparse
 import os
 from collections.abc import Mapping
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any
 
 from stage03_engine.args.check import check_config
@@ -77,8 +78,8 @@ class EngineArgs:
         setting is impossible, alone or together with another.
         """
         model, dtype = self.settings["model"], self.settings["dtype"]
-        given = _values(self.settings)
-        files = resolve_model(model.value, given["load_format"], given["tokenizer"], given)
+        values = SimpleNamespace(**_values(self.settings))
+        files = resolve_model(values.model, values.load_format, values.tokenizer, values)
         dtype_name = _DTYPE_ALIASES.get(dtype.value, dtype.value)
         settings = self.settings | {"model": _aliased(model, files.name), "dtype": _aliased(dtype, dtype_name)}
         settings = with_detected(settings, {"device": detect_device()})

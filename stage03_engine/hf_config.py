@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NoReturn
 
 from stage03_engine.errors import ConfigError
 from stage03_engine.model_shape import ModelShape
-from stage03_engine.plugins import find, keys, loaded, wanted
+from stage03_engine.plugins import asked, find, keys, wanted
 
-NO_SETTINGS: Mapping[str, Any] = MappingProxyType({})
 MAX_LAYERS = 1024  # several times as many as any model has; each takes memory before the weights are read
 
 
@@ -27,9 +24,9 @@ class Config:
     """One config.json, read key by key. Every method raises ConfigError that names the file and the key. `settings` are for the
     features that change what the file says."""
 
-    def __init__(self, path: Path, settings: Mapping[str, Any] = NO_SETTINGS) -> None:
+    def __init__(self, path: Path, settings: object = None) -> None:
         self.path, self.values = path, read_json(path)
-        for change in loaded("engine", "config_json"):
+        for change in asked("engine", "config_json", settings):
             self.values = change(self.values, settings)
 
     def refuse(self, message: str) -> NoReturn:
@@ -128,7 +125,7 @@ def readers() -> dict[str, str]:
     return {GPT2: "gpt2"} | {name: part.model_type for name, part in keys("architecture").items()}
 
 
-def read_shape(folder: str | os.PathLike[str], settings: Mapping[str, Any] = NO_SETTINGS) -> ModelShape:
+def read_shape(folder: str | os.PathLike[str], settings: object = None) -> ModelShape:
     """The shape in a folder's config.json, with the end-of-text ids of its generation_config.json added if there is one.
 
     Raises ConfigError that names the file and the key.

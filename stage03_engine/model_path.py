@@ -7,17 +7,16 @@ transformers.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from stage03_engine.args.parser import did_you_mean
 from stage03_engine.errors import ModelNotFoundError
-from stage03_engine.hf_config import NO_SETTINGS, read_shape
+from stage03_engine.hf_config import read_shape
 from stage03_engine.model_shape import ModelShape
-from stage03_engine.plugins import keys, loaded, wanted
+from stage03_engine.plugins import asked, keys, loaded, wanted
 
 BUNDLED_FOLDER = Path(__file__).parent / "bundled"
 _ALIASES = {"gpt-2": "gpt2"}
@@ -72,7 +71,7 @@ def known_shapes() -> dict[str, ModelShape]:
 
 
 def resolve_model(
-    name: str, load_format: str = "auto", tokenizer: str | None = None, settings: Mapping[str, Any] = NO_SETTINGS
+    name: str, load_format: str = "auto", tokenizer: str | None = None, settings: object = None
 ) -> ModelFiles:
     """Find the model `name`, its tokenizer and its shape.
 
@@ -85,7 +84,7 @@ def resolve_model(
     dummy = form is not None and not form.needs_files
     tokenizer_path = find_tokenizer(tokenizer, dummy, settings) if tokenizer is not None else None
     if dummy and not os.path.isdir(name) and (known := known_shapes().get(name)) is not None:
-        for change in loaded("engine", "changed_shape"):
+        for change in asked("engine", "changed_shape", settings):
             known = change(known, settings)
         return ModelFiles(name, None, tokenizer_path, known, "known shape")
     folder, where = _find(name, "model", _has_config if dummy else partial(_has_model, load_format), dummy, settings)
@@ -97,8 +96,7 @@ def resolve_model(
         weight_files(folder, load_format)
     if tokenizer_path is None and _has_tokenizer(folder):
         tokenizer_path = str(folder)
-    needs_tokenizer = not dummy and not any(ask(settings) for ask in loaded("engine", "needs_no_tokenizer"))
-    if tokenizer_path is None and needs_tokenizer:
+    if tokenizer_path is None and not dummy and not asked("engine", "no_tokenizer", settings):
         raise ModelNotFoundError(
             f"{folder} has no tokenizer (tokenizer.json, or vocab.json and merges.txt); name one with --tokenizer"
         )
@@ -135,7 +133,7 @@ def weight_files(folder: Path, load_format: str = "auto") -> list[Path]:
     return files
 
 
-def find_tokenizer(name: str, offline: bool, settings: Mapping[str, Any] = NO_SETTINGS) -> str:
+def find_tokenizer(name: str, offline: bool, settings: object = None) -> str:
     """The folder that holds the tokenizer of a model. Raises ModelNotFoundError."""
     folder, _ = _find(canonical_name(name), "tokenizer", _has_tokenizer, offline, settings)
     if not _has_tokenizer(folder):
@@ -143,9 +141,7 @@ def find_tokenizer(name: str, offline: bool, settings: Mapping[str, Any] = NO_SE
     return str(folder)
 
 
-def _find(
-    name: str, what: str, complete: Callable[[Path], bool], offline: bool, settings: Mapping[str, Any]
-) -> tuple[Path, str]:
+def _find(name: str, what: str, complete: Callable[[Path], bool], offline: bool, settings: object) -> tuple[Path, str]:
     """The folder of `name` and where it was found. A folder that the user names is used even if it is incomplete, so
     that the error is about that folder; a cached one is used only if it is complete."""
     path = Path(os.path.expanduser(name))

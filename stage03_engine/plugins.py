@@ -440,6 +440,11 @@ def loaded(seam: str, key: str = "") -> tuple[Any, ...]:
     return tuple(part.load() for part in parts(seam, key))
 
 
+def asked(seam: str, key: str, args: object) -> tuple[Any, ...]:
+    """The parts with this key themselves, of features that these settings switch on."""
+    return tuple(part.load() for part in parts(seam, key) if part.is_on(args))
+
+
 def find(seam: str, key: str) -> Any | None:
     """The part with this key itself; None if its feature is not there. Raises ConfigError if two features claim it."""
     found = parts(seam, key)

@@ -20,7 +20,7 @@ from stage03_engine.config import VllmConfig
 from stage03_engine.errors import ConfigError
 from stage03_engine.hf_config import read_json
 from stage03_engine.model_path import find_tokenizer
-from stage03_engine.plugins import find, loaded, wanted
+from stage03_engine.plugins import asked, find, wanted
 from stagetrace import trace
 
 PIECES = 2**15  # tokens that are remembered
@@ -190,9 +190,9 @@ def _load(folder: Path, eos_token_ids: tuple[int, ...]) -> Tokenizer:
 def init_tokenizer_from_configs(config: VllmConfig) -> Tokenizer:
     """The tokenizer that belongs to the configured model. Raises ConfigError when its files are unusable."""
     path, shape = config.model_config.tokenizer_path, config.shape
-    for make in loaded("engine", "no_tokenizer"):
-        if (tokenizer := make(config)) is not None:
-            return tokenizer
+    for make in asked("engine", "no_tokenizer", config.model_config):
+        stands_for_it: Tokenizer = make(config)
+        return stands_for_it
     ends = () if shape.eos_token_id is None else (shape.eos_token_id, *shape.more_eos_token_ids)
     if path is None:
         tokenizer = Tokenizer(*wanted("engine", "stand_in_tokenizer", "a stand-in for a tokenizer")(shape.vocab_size))

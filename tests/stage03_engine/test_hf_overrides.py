@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ def test_it_is_as_if_the_file_said_so(change: dict[str, Any], tmp_path: Path) ->
     shutil.copytree(BUNDLED, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
     (tmp_path / "model/config.json").write_text(json.dumps(written))
     expected = resolve_model(str(tmp_path / "model"), "dummy").shape
-    assert resolve_model(str(BUNDLED), "dummy", None, {"hf_overrides": change}).shape == expected
+    assert resolve_model(str(BUNDLED), "dummy", None, SimpleNamespace(hf_overrides=change)).shape == expected
 
 
 @pytest.mark.parametrize(
@@ -79,7 +80,7 @@ def test_a_known_shape_becomes_smaller(name: str, key: str) -> None:
 
 
 def test_what_follows_from_a_size_follows() -> None:
-    shape = resolve_model("gpt2", "dummy", None, {"hf_overrides": {"n_embd": 64, "n_head": 4}}).shape
+    shape = resolve_model("gpt2", "dummy", None, SimpleNamespace(hf_overrides={"n_embd": 64, "n_head": 4})).shape
     assert shape == ModelShape("GPT2LMHeadModel", 50257, 12, 4, 4, 16, 64, 256, 1024, eos_token_id=50256)
 
 
@@ -87,7 +88,7 @@ def test_what_follows_from_a_size_follows() -> None:
 def test_a_changed_shape_is_whole_or_refused(name: str, given: dict[str, int]) -> None:
     known = known_shapes()[name]
     try:
-        shape = changed_shape(known, given)
+        shape = changed_shape(known, SimpleNamespace(hf_overrides=given))
     except ConfigError as error:
         assert str(error).startswith("hf_overrides: ")
         return

@@ -223,11 +223,12 @@ def test_any_config_gives_a_sound_shape_or_a_refusal(changes: dict[str, Any], tm
 
 RESOLVE = """
 import json, sys
+from types import SimpleNamespace
 from stage03_engine.errors import StagesError
 from stage03_engine.model_path import resolve_model
 try:
     *words, settings = sys.argv[1:]
-    found = resolve_model(*words, **json.loads(settings))
+    found = resolve_model(*words, settings=SimpleNamespace(**json.loads(settings)))
     print(found.where, found.name, found.model_path, found.shape.num_layers)
 except StagesError as error:
     print(type(error).__name__, error)
@@ -236,7 +237,7 @@ except StagesError as error:
 
 def resolve_elsewhere(*arguments: str, settings: dict[str, str] | None = None, **environ: str) -> str:
     """What `resolve_model(*arguments)` gives in a new process."""
-    more = json.dumps({} if settings is None else {"settings": settings})
+    more = json.dumps(settings or {})
     done = subprocess.run(
         [sys.executable, "-c", RESOLVE, *arguments, more],
         env=os.environ | environ, capture_output=True, text=True, timeout=PATIENCE, check=True,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,6 @@ from stage03_engine.plugins import Feature, Part
 
 if TYPE_CHECKING:
     from stage03_engine.config import VllmConfig
-    from stage03_engine.model_shape import ModelShape
 
 
 @dataclass(frozen=True)
@@ -36,31 +34,13 @@ class HfOverridesFlags:
             raise ConfigError("hf_overrides does not reach Whisper: transformers reads its config.json")
 
 
-def overridden(values: dict[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of config.json, as `settings` change them."""
-    if not settings.get("hf_overrides"):
-        return values
-    from stage03_engine.args.features.hf_overrides import overrides
-
-    return overrides.overridden(values, settings["hf_overrides"])
-
-
-def changed_shape(shape: ModelShape, settings: Mapping[str, Any]) -> ModelShape:
-    """A known shape, as `settings` change it. Raises ConfigError."""
-    if not settings.get("hf_overrides"):
-        return shape
-    from stage03_engine.args.features.hf_overrides import overrides
-
-    return overrides.changed_shape(shape, settings["hf_overrides"])
-
-
 FEATURE = Feature(
     name="hf_overrides",
     help="changes to a model's config.json, for one run",
     room=__package__,
     settings={"ModelConfig": HfOverrides, "VllmConfig": HfOverridesFlags},
     parts=(
-        Part("engine", ".manifest:overridden", key="config_json"),
-        Part("engine", ".manifest:changed_shape", key="changed_shape"),
+        Part("engine", ".overrides:overridden", key="config_json", flags=("hf_overrides",)),
+        Part("engine", ".overrides:changed_shape", key="changed_shape", flags=("hf_overrides",)),
     ),
 )

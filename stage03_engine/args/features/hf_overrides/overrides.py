@@ -22,17 +22,18 @@ SIZES = {
 """Key of config.json -> field of ModelShape, for a known shape, which has no file."""
 
 
-def overridden(values: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """The values of config.json with those that are given in their place, each as a whole."""
+def overridden(values: dict[str, Any], settings: Any) -> dict[str, Any]:
+    """The values of config.json with those of the setting in their place, each as a whole."""
+    given = settings.hf_overrides
     if "n_layer" in values or values.get("model_type") == "gpt2":
         given = {GPT2_NAMES.get(key, key): value for key, value in given.items()}
     return values | given
 
 
-def changed_shape(shape: ModelShape, given: dict[str, Any]) -> ModelShape:
+def changed_shape(shape: ModelShape, settings: Any) -> ModelShape:
     """A known shape with other sizes. What follows from a size in config.json follows here too, unless it is given: the size of a head, and of
     an MLP four times as wide as the model. Raises ConfigError for what is no size of a shape."""
-    sizes = _sizes(given)
+    sizes = _sizes(settings.hf_overrides)
     hidden_size, num_heads = sizes.get("hidden_size", shape.hidden_size), sizes.get("num_heads", shape.num_heads)
     if shape.num_kv_heads == shape.num_heads:
         sizes.setdefault("num_kv_heads", num_heads)

@@ -24,15 +24,15 @@ FILES = {
 
 
 def find_by_id(
-    name: str, what: str, complete: Callable[[Path], bool], offline: bool, settings: Mapping[str, Any]
+    name: str, what: str, complete: Callable[[Path], bool], offline: bool, settings: object
 ) -> tuple[Path, str]:
     """(the folder of a model or a tokenizer, which is in the cache now; `cache` or `hub`: where it was found).
 
     A copy in the cache is used if it is complete. `settings` may say which revision, and where the cache is. Raises LookupError that says in a clause why there is none.
     """
-    revision = settings.get("tokenizer_revision" if what == "tokenizer" else "revision")
-    patterns = FILES[what] + (PICKLED if settings.get("load_format") == "pt" else [])
-    which = {"revision": revision, "cache_dir": settings.get("download_dir"), "allow_patterns": patterns}
+    revision = getattr(settings, "tokenizer_revision" if what == "tokenizer" else "revision", None)
+    patterns = FILES[what] + (PICKLED if getattr(settings, "load_format", None) == "pt" else [])
+    which = {"revision": revision, "cache_dir": getattr(settings, "download_dir", None), "allow_patterns": patterns}
     cached = from_cache(name, which)
     if cached is not None and complete(cached):
         return cached, "cache"

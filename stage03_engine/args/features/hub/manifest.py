@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from stage03_engine.args.fields import option
@@ -49,7 +50,8 @@ class RevisionFlags:
             return {}
         from stage03_engine.model_path import find_tokenizer
 
-        return {"tokenizer_path": find_tokenizer(files.name, values["load_format"] == "dummy", values)}
+        settings = SimpleNamespace(**values)
+        return {"tokenizer_path": find_tokenizer(files.name, settings.load_format == "dummy", settings)}
 
 
 FEATURE = Feature(

@@ -4,10 +4,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 from stage03_engine.hf_config import Config, read_architecture, readers
 from stage03_engine.model_shape import ModelShape
@@ -40,7 +39,7 @@ def read_classifier(config: Config, architecture: str) -> ModelShape:
     return with_labels(read_architecture(config, generator_name(architecture)), config)
 
 
-def classifier_shape(shape: ModelShape, folder: str | None, settings: Mapping[str, Any]) -> ModelShape:
+def classifier_shape(shape: ModelShape, folder: str | None, settings: object) -> ModelShape:
     """The shape of any model that can have a classification head as that of a classifier. Raises ConfigError."""
     if shape.labels or classifier_name(shape.architecture) not in readers():
         return shape

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from stage03_engine.args.fields import internal, option
@@ -84,9 +85,9 @@ class PoolingFlags:
         if computed["convert_type"] == "classify":
             from stage03_engine.core.features.pooling.labels import classifier_shape
 
-            computed["shape"] = classifier_shape(files.shape, files.model_path, values)
+            computed["shape"] = classifier_shape(files.shape, files.model_path, SimpleNamespace(**values))
         if computed["runner_type"] == "pooling" and files.model_path is not None:
-            computed |= parse_matryoshka(Path(files.model_path) / "config.json", values)
+            computed |= parse_matryoshka(Path(files.model_path) / "config.json", SimpleNamespace(**values))
         return computed
 
     @staticmethod
@@ -139,12 +140,12 @@ def parse_pooling(runner: str, convert: str, given: dict[str, Any] | None, has_h
     }
 
 
-def parse_matryoshka(path: Path, values: Mapping[str, Any]) -> dict[str, Any]:
+def parse_matryoshka(path: Path, settings: object) -> dict[str, Any]:
     """What config.json says about cutting vectors: `is_matryoshka`, or the sizes, `matryoshka_dimensions`. Only a model trained
-    for it keeps the meaning of a vector in its first numbers (Kusupati et al. 2022). `values` are all settings. Raises ConfigError."""
+    for it keeps the meaning of a vector in its first numbers (Kusupati et al. 2022). `settings` are all of them. Raises ConfigError."""
     from stage03_engine.hf_config import Config  # not while the settings are put together
 
-    config = Config(path, values).values
+    config = Config(path, settings).values
     sizes = config.get("matryoshka_dimensions") or []
     if not isinstance(sizes, list) or any(type(size) is not int or size < 1 for size in sizes):
         raise ConfigError(f"{path}: matryoshka_dimensions must be a list of positive integers")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from stage03_engine.args.fields import option
 from stage03_engine.errors import ConfigError
@@ -12,7 +11,6 @@ from stage03_engine.plugins import Feature, Part
 
 if TYPE_CHECKING:
     from stage03_engine.config import VllmConfig
-    from stage03_engine.frontend.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -42,27 +40,10 @@ class SkipTokenizerFlags:
         return {"input": ["stage03_engine.frontend.features.skip_tokenizer.no_tokenizer:WithoutTextHook"]}
 
 
-def skips(settings: Mapping[str, Any]) -> bool:
-    """Is the tokenizer not asked for?"""
-    return bool(settings.get("skip_tokenizer_init"))
-
-
-def no_tokenizer(config: VllmConfig) -> Tokenizer | None:
-    """What stands for it; None if there is to be one."""
-    if not config.model_config.skip_tokenizer_init:
-        return None
-    from stage03_engine.frontend.features.skip_tokenizer.no_tokenizer import NoTokenizer
-
-    return NoTokenizer(config)
-
-
 FEATURE = Feature(
     name="skip_tokenizer",
     help="an engine of token ids alone, without a tokenizer",
     room=__package__,
     settings={"ModelConfig": SkipTokenizerInit, "VllmConfig": SkipTokenizerFlags},
-    parts=(
-        Part("engine", ".manifest:skips", key="needs_no_tokenizer"),
-        Part("engine", ".manifest:no_tokenizer", key="no_tokenizer"),
-    ),
+    parts=(Part("engine", ".no_tokenizer:NoTokenizer", key="no_tokenizer", flags=("skip_tokenizer_init",)),),
 )
