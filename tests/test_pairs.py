@@ -58,6 +58,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "one grammar": {"grammar_cache_size": 1},
 }
 ELSEWHERE = {
+    "quantized_checkpoints": "another checkpoint, test_quantized_checkpoints",
     "nodes": "several machines, test_machines",
     "in_process": "of the server, test_in_process",
     "pooling": "another kind of model, test_together",

@@ -40,8 +40,8 @@ class QuantizationFlags:
     def check(config: VllmConfig) -> None:
         """Raises ConfigError for another method, and for settings that do not go with it."""
         method, backend = config.model_config.quantization, getattr(config.device_config, "linear_backend", "auto")
-        if method is None:
-            return
+        if method is None or getattr(config.model_config, "checkpoint_quantization", None):
+            return  # the checkpoint's own format, which its room has compared
         if method not in METHODS:
             raise ConfigError(
                 f"quantization {method} is not supported: weights are quantized here, of a checkpoint that is not, to "
@@ -60,7 +60,8 @@ class QuantizationFlags:
     @staticmethod
     def hooks(config: VllmConfig) -> dict[str, list[str]]:
         """The runner quantizes the weights once they are loaded."""
-        return {} if config.model_config.quantization is None else {"runner": [HOOK]}
+        own = getattr(config.model_config, "checkpoint_quantization", None) is not None
+        return {} if own or config.model_config.quantization is None else {"runner": [HOOK]}
 
 
 def product_of(config: Any) -> tuple[str, str]:
