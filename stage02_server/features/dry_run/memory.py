@@ -21,7 +21,7 @@ from stage03_engine.model_path import weight_files
 from stage03_engine.model_shape import ModelShape
 
 MIB, GIB = 1 << 20, 1 << 30
-INT8_BYTES = "stage03_engine.core.features.quantization.size:int8_bytes"
+QUANTIZED_BYTES = "stage03_engine.core.features.quantization.size:quantized_bytes"
 _WORKER_ROWS = "stage02_server.features.dry_run.workers:rows"
 _NO_PARAMETER = re.compile(r"(^|\.)attn\.(masked_)?bias$|\.inv_freq$")  # masks and tables that are computed, not loaded
 
@@ -60,7 +60,8 @@ def estimate_memory(config: VllmConfig) -> Memory:
 
 def _weights(config: VllmConfig, parameters: int, size: int) -> int:
     """Bytes of the weights."""
-    less = load(INT8_BYTES)(config.shape, size) if quantization(config) else 0
+    method = quantization(config)
+    less = load(QUANTIZED_BYTES)(config.shape, size, method) if method else 0
     return int(parameters * size + less)
 
 
@@ -164,7 +165,8 @@ def shown(count: int) -> str:
 def rows(config: VllmConfig, memory: Memory) -> list[tuple[str, str, str]]:
     """(name, size, how it is made up) for the table."""
     model, scheduler = config.model_config, config.scheduler_config
-    format_ = f"{model.dtype}, matrices in int8" if quantization(config) else model.dtype
+    method = quantization(config)
+    format_ = f"{model.dtype}, matrices in {method.partition('_')[0]}" if method else model.dtype
     found = [
         ("weights", shown(memory.weights), f"{memory.num_parameters:,} parameters in {format_}"),
         ("kv_cache_per_token", shown(memory.per_token), f"keys and values of {config.shape.num_layers} layers"),

@@ -24,7 +24,7 @@ class PackedWeightsHook(RunnerHook):
     def model_loaded(self, model: LanguageModel) -> LanguageModel:
         """The model with packed weights."""
         started, name = time.monotonic(), self.config.device_config.linear_backend
-        layers = [module for module in model.modules() if isinstance(module, Linear)]
+        layers = [module for module in model.modules() if isinstance(module, Linear) and module.product is None]
         few = many = name
         if name == "auto" and layers:
             largest = max(layers, key=lambda layer: layer.matrix.numel())
@@ -47,15 +47,16 @@ def both(few: Pack, many: Pack) -> Pack:
     return lambda weight, bias, activation: ByRows(few(weight, bias, activation), many(weight, bias, activation))
 
 
-def pack_model(model: nn.Module, pack: Pack, gelu: object) -> None:
-    """Let packed weights multiply in all linear layers, and make the logits."""
+def pack_model(model: nn.Module, pack: Pack, gelu: object, head: Pack | None = None) -> None:
+    """Let packed weights multiply in all linear layers where nothing else does already, and make the logits; `head` packs the output matrix, if that is
+    packed otherwise."""
     for module in model.modules():
-        if isinstance(module, Linear):
+        if isinstance(module, Linear) and module.product is None:
             pack_layer(module, pack, gelu)
         elif isinstance(module, LanguageModel):
             matrix = getattr(module, "output_matrix", None)
             if isinstance(matrix, Tensor):  # a classifier has none, nor has a stage of a pipeline that is not the last
-                module.logits_product = pack(matrix, None, None)
+                module.logits_product = (head or pack)(matrix, None, None)
 
 
 def pack_layer(layer: Linear, pack: Pack, gelu: object) -> None:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from stage03_engine.core.features.linear_backend.pack import pack_model
-from stage03_engine.core.features.quantization.manifest import product_of
+from stage03_engine.core.features.quantization.manifest import OUTPUT_MATRIX, product_of
 from stage03_engine.core.hooks import RunnerHook
 from stage03_engine.core.models.layers import LanguageModel
 from stage03_engine.mixins import load
-from stage04_kernels.backends.linear import Product
+from stage04_kernels.backends.linear import Pack, Product
 from stage04_kernels.layers import layer_kernels
 from stagetrace import trace
 
@@ -27,27 +27,33 @@ class QuantizedWeightsHook(RunnerHook):
 
     @torch.inference_mode()
     def model_loaded(self, model: LanguageModel) -> LanguageModel:
-        """The model with int8 matrices; embeddings, norms and biases stay as they are."""
-        started = time.monotonic()
-        name, reason = product_of(self.config)
+        """The model with quantized matrices; embeddings, norms and biases stay as they are."""
+        started, method = time.monotonic(), self.config.model_config.quantization
+        name, reason = product_of(self.config, method)
         if reason:
-            logger.warning("int8 weights are widened for each product, which saves memory and no time: %s", reason)
-        pack, matrices = load(name), dict[int, int]()  # address -> bytes; layers may share one
-        made = list[Any]()
+            logger.warning(
+                "%s weights are widened for each product, which saves memory and no time: %s", method, reason
+            )
+        matrices, made = dict[int, int](), list[Any]()  # address -> bytes, as layers may share one; products
 
-        def counted(weight: Tensor, bias: Tensor | None, activation: str | None) -> Product:
-            matrices[weight.data_ptr()] = weight.nbytes
-            made.append(pack(weight, bias, activation))
-            product: Product = made[-1]
-            return product
+        def counted(pack: Pack) -> Pack:
+            def keep(weight: Tensor, bias: Tensor | None, activation: str | None, /) -> Product:
+                matrices[weight.data_ptr()] = weight.nbytes
+                made.append(pack(weight, bias, activation))
+                product: Product = made[-1]
+                return product
 
-        pack_model(model, counted, layer_kernels(self.config.device_config.attention_backend).gelu)
+            return keep
+
+        head = load(product_of(self.config, OUTPUT_MATRIX.get(method, method))[0])
+        gelu = layer_kernels(self.config.device_config.attention_backend).gelu
+        pack_model(model, counted(load(name)), gelu, counted(head))
         for parameter in model.parameters():  # a view of the checkpoint's file would keep all of it in memory
             parameter.data = parameter.data.clone()
         give_back_memory()
         if trace.on:
             trace.emit(
-                "weights.quantized", method=self.config.model_config.quantization, product=name.rpartition(":")[2], layers=len(made),
+                "weights.quantized", method=method, product=name.rpartition(":")[2], layers=len(made),
                 bytes_before=sum(matrices.values()), bytes_after=sum(product.nbytes for product in made),
                 seconds=round(time.monotonic() - started, 4),
             )  # fmt: skip
