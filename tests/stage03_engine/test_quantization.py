@@ -33,7 +33,7 @@ from stage03_engine.llm import LLM
 from stage03_engine.model_path import BUNDLED_FOLDER
 from stage03_engine.params.pooling_params import PoolingParams
 from stage03_engine.sampling_params import SamplingParams
-from stage04_kernels.backends.int4_linear import TorchInt4Linear, native_int4, torch_int4
+from stage04_kernels.backends.int4_linear import TorchInt4Linear, torch_int4
 from stage04_kernels.backends.int8_linear import (
     TorchInt8Linear,
     native_int8,

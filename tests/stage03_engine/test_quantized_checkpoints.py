@@ -12,16 +12,22 @@ import torch
 from quantized_checkpoints import awq, compressed, float8, gptq, int8, packed, write
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from stage03_engine.arg_utils import EngineArgs
+from stage03_engine.core.features.quantization.accuracy import logits_of
 from stage03_engine.core.features.quantized_checkpoints.readers import READERS
 from stage03_engine.core.features.quantized_checkpoints.schemes import CHECKS
 from stage03_engine.core.model_runner import ModelRunner
+from stage03_engine.core.models.gpt2 import Conv1D
+from stage03_engine.core.models.layers import Linear
 from stage03_engine.errors import ConfigError
 from stage03_engine.llm import LLM
 from stage03_engine.model_path import BUNDLED_FOLDER
 from stage03_engine.sampling_params import SamplingParams
+from stage04_kernels.backends.native import library
+from stagetrace import trace
 
 COMMON: dict[str, Any] = {"device": "cpu", "dtype": "float32", "linear_backend": "torch"}
 CPU = torch.device("cpu")
@@ -93,10 +99,19 @@ def made(plain: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Ca
 
 
 def weights_of(folder: Path, **settings: Any) -> dict[str, Tensor]:
-    """What the layers multiply by: each one's product of the unit matrix, where it holds no weight of its own."""
+    """The model's weights; those of packed layers as their products have them."""
     runner = ModelRunner(EngineArgs.from_kwargs(model=str(folder), **COMMON | settings), CPU)
     runner.load_model()
-    return dict(runner.model.named_parameters())
+    found: dict[str, Tensor] = dict(runner.model.named_parameters())
+    for name, layer in runner.model.named_modules():
+        if isinstance(layer, Linear) and layer.product is not None:
+            product: Any = layer.product
+            matrix = torch.empty(layer.out_features, layer.in_features)
+            matrix[:, slice(None) if product.order is None else product.order] = product.matrix()
+            found[f"{name}.weight"] = matrix.T if isinstance(layer, Conv1D) else matrix
+            if product.bias is not None:
+                found[f"{name}.bias"] = product.bias
+    return found
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -112,6 +127,48 @@ def test_weights_are_the_numbers_that_the_checkpoint_stands_for(
         torch.testing.assert_close(
             found[name], tensor, rtol=1e-6, atol=1e-8, msg=lambda text, name=name: f"{name}: {text}"
         )
+
+
+PACKED = {"gptq", "gptq one group", "gptq last group smaller", "gptq act-order", "gptq_v2", "awq", "awq one group"}
+PACKED_LLAMA = {"packed", "packed zeros", "packed channels", "packed act-order"}
+"""GPT-2 stores a matrix the other way round, so groups of the file's columns are groups of its outputs."""
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_four_bits_stay_packed(family: str, made: Callable[[str, str], tuple[Path, Path]]) -> None:
+    for case in CASES:
+        events: list[Any] = []
+        runner = ModelRunner(EngineArgs.from_kwargs(model=str(made(family, case)[0]), **COMMON), CPU)
+        trace.watch(events.append, ["weights.quantized"])
+        try:
+            runner.load_model()
+        finally:
+            trace.watch(None)
+        packed = case in PACKED | (PACKED_LLAMA if family == "llama" else set())
+        layers = [layer for layer in runner.model.modules() if isinstance(layer, Linear)]
+        quantized = 6 if family == "gpt2" else 11  # all but the second MLP
+        assert sum(layer.product is not None for layer in layers) == quantized * packed, case
+        (event,) = events
+        assert event.args["layers"] == quantized and event.args["method"] == CASES[case][0]["quant_method"]
+        assert event.args["product"] == ("TorchInt4Linear" if packed else "dequantized")
+        assert (event.args["bytes_after"] < 1.2 * event.args["bytes_before"]) is packed
+
+
+@pytest.mark.skipif(library.problem() is not None, reason="no C++ compiler")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", ["gptq act-order", "awq", "packed zeros"])
+def test_the_compiled_product_gives_nearly_the_same_logits(
+    case: str, dtype: str, made: Callable[[str, str], tuple[Path, Path]]
+) -> None:
+    logits = []
+    for folder in made("llama", case):
+        config = EngineArgs.from_kwargs(model=str(folder), **COMMON | {"linear_backend": "native", "dtype": dtype})
+        runner = ModelRunner(config, CPU)
+        runner.load_model()
+        ids = torch.randint(3, 2000, (40,), generator=torch.Generator().manual_seed(1))
+        logits.append(logits_of(runner.model, config, ids, getattr(torch, dtype)))
+    assert not torch.equal(*logits)
+    assert F.cosine_similarity(*logits, dim=-1).min() > 0.999
 
 
 def test_every_method_is_tried() -> None:

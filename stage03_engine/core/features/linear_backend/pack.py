@@ -26,9 +26,9 @@ class PackedWeightsHook(RunnerHook):
         started, name = time.monotonic(), self.config.device_config.linear_backend
         layers = [module for module in model.modules() if isinstance(module, Linear) and module.product is None]
         few = many = name
-        if name == "auto" and layers:
-            largest = max(layers, key=lambda layer: layer.matrix.numel())
-            few, many, measured = fastest(largest.matrix, largest.bias)
+        if name == "auto" and (layers or hasattr(model, "output_matrix")):
+            sizes = [(layer.matrix, layer.bias) for layer in layers] or [(model.output_matrix, None)]
+            few, many, measured = fastest(*max(sizes, key=lambda one: one[0].numel()))
             logger.info("Linear layers: %s for few rows, %s for many (%s)", few, many, measured)
         if few != "torch" or many != "torch":
             gelu = layer_kernels(self.config.device_config.attention_backend).gelu

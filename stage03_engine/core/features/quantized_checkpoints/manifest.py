@@ -59,5 +59,6 @@ FEATURE = Feature(
     room=__package__,
     settings={"ModelConfig": CheckpointQuantization, "VllmConfig": CheckpointFlags},
     parts=(Part("engine", HOOK, key="quantized_checkpoints"),),
+    needs=("quantization",),
     events=("weights.quantized",),
 )

@@ -32,10 +32,17 @@ class Grid:
     zero: Tensor | None = None  # [rows, groups]; None: 0
     group_of: Tensor | None = None  # int64 [columns]; None: groups of `group` columns
     group: int = 0  # columns in a group; the last may have fewer
+    bits: int = 8  # of a code
 
     def groups(self) -> Tensor:
         """int64 [columns]: each column's group."""
         return torch.arange(self.codes.shape[1]) // self.group if self.group_of is None else self.group_of
+
+    def order(self) -> Tensor | None:
+        """int64 [columns]: the columns sorted by group; None if a group has more columns than others, so that they cannot lie side by side in equal
+        pieces."""
+        sorted_groups, order = self.groups().sort(stable=True)
+        return order if torch.equal(sorted_groups, torch.arange(len(order)) // self.group) else None
 
     def values(self) -> Tensor:
         """float32 [rows, columns]"""
@@ -138,7 +145,7 @@ class GPTQ(Reader):
         of = parts.groups("g_idx", columns, groups)
         if of is None and self.config.get("desc_act", False):
             raise ConfigError(f"the checkpoint lacks {parts.layer}.g_idx, which desc_act needs")
-        return Grid(unpack(codes, bits), scale, zero, of, group)
+        return Grid(unpack(codes, bits), scale, zero, of, group, bits)
 
 
 class AWQ(Reader):
@@ -154,7 +161,7 @@ class AWQ(Reader):
         codes = parts.get("qweight", (torch.int32,), columns, rows // 8)
         zeros = parts.get("qzeros", (torch.int32,), groups, rows // 8)
         scale = parts.scale("scales", groups, rows).T
-        return Grid(self._ordered(codes), scale, self._ordered(zeros), None, group)
+        return Grid(self._ordered(codes), scale, self._ordered(zeros), None, group, 4)
 
     @staticmethod
     def _ordered(packed: Tensor) -> Tensor:
@@ -221,7 +228,7 @@ class CompressedTensors(Reader):
         of = parts.groups("weight_g_idx", columns, groups)
         if of is None and weights.get("actorder") in ("group", True):
             raise ConfigError(f"the checkpoint lacks {parts.layer}.weight_g_idx, which actorder needs")
-        return Grid(codes, scale, zero, of, group)
+        return Grid(codes, scale, zero, of, group, bits)
 
     @staticmethod
     def _zero(parts: Parts, packed: bool, bits: int, rows: int, groups: int, one: bool) -> Tensor:
