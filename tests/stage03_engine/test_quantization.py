@@ -381,11 +381,11 @@ def test_the_command_prints_a_line_for_each_format(tmp_path: Path, capsys: pytes
     assert accuracy.main(["--text", str(text), "--model", model, "--max-tokens", "40"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line[:26].strip() for line in lines[1:]] == [
-        name for name in accuracy.FORMATS if COMPILES or not name.startswith("int8,")
+        name for name in accuracy.FORMATS if COMPILES or "," not in name
     ]
     columns = [line[26:].split() for line in lines[1:]]
     assert columns[0][1:] == ["0.00e+00", "100.00%"]
-    assert all(0 < float(kl) < 1e-2 for _, kl, _ in columns[1:])
+    assert all(0 < float(kl) < 3e-2 for _, kl, _ in columns[1:])
     assert all(abs(float(bits) - float(columns[0][0])) < 0.05 for bits, _, _ in columns)
 
 

@@ -11,11 +11,14 @@ import pytest
 import torch
 from quantized_checkpoints import awq, compressed, float8, gptq, int8, packed, write
 from safetensors.torch import load_file, save_file
+from small_adapters import write_adapter
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from stage02_server.features.dry_run.memory import estimate_memory
 from stage03_engine.arg_utils import EngineArgs
+from stage03_engine.core.features.quantization import accuracy
 from stage03_engine.core.features.quantization.accuracy import logits_of
 from stage03_engine.core.features.quantized_checkpoints.readers import READERS
 from stage03_engine.core.features.quantized_checkpoints.schemes import CHECKS
@@ -154,6 +157,23 @@ def test_four_bits_stay_packed(family: str, made: Callable[[str, str], tuple[Pat
         assert (event.args["bytes_after"] < 1.2 * event.args["bytes_before"]) is packed
 
 
+@pytest.mark.parametrize("case", ["gptq", "gptq act-order", "awq", "gptq 8 bits", "packed zeros", "fp8"])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_dry_run_knows_what_the_weights_will_take(
+    family: str, case: str, made: Callable[[str, str], tuple[Path, Path]]
+) -> None:
+    config = EngineArgs.from_kwargs(model=str(made(family, case)[0]), **COMMON)
+    runner = ModelRunner(config, CPU)
+    runner.load_model()
+    size = sum(parameter.nbytes for parameter in runner.model.parameters())
+    for layer in runner.model.modules():
+        if isinstance(layer, Linear) and layer.product is not None:
+            product: Any = layer.product
+            size += product.nbytes + (0 if product.bias is None else product.bias.nbytes)
+            size += 0 if product.order is None else 4 * len(product.order)
+    assert estimate_memory(config).weights == size
+
+
 @pytest.mark.skipif(library.problem() is not None, reason="no C++ compiler")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", ["gptq act-order", "awq", "packed zeros"])
@@ -188,6 +208,38 @@ def test_it_is_served_like_its_twin(
 ) -> None:
     quantized, twin = made(family, "gptq act-order")
     assert tokens(quantized, **settings) == tokens(twin)
+
+
+def test_adapters_add_to_packed_layers(made: Callable[[str, str], tuple[Path, Path]], tmp_path: Path) -> None:
+    quantized, twin = made("gpt2", "gptq act-order")
+    adapter = write_adapter(tmp_path / "adapter", twin, seed=1)
+    found = []
+    for folder in (quantized, twin):
+        modules: dict[str, Any] = {"enable_lora": True, "lora_modules": (f"poet={adapter}",)}
+        with LLM(str(folder), max_model_len=64, num_gpu_blocks_override=20, **COMMON | modules) as llm:
+            asked = [SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, lora=name) for name in ("poet", None)]
+            found.append([output.outputs[0].token_ids for output in llm.generate([[5, 6, 7]] * 2, asked)])
+    assert found[0] == found[1] and found[0][0] != found[0][1]
+
+
+def test_all_of_a_model_may_be_quantized(plain: dict[str, Path], tmp_path: Path) -> None:
+    """Then nothing but the output matrix is left for --linear-backend to measure, and to pack."""
+    quantized, twin = write(plain["llama"], tmp_path, GPTQ, gptq)
+    found = tokens(quantized, linear_backend="auto")
+    assert sum(a == b for a, b in zip(found, tokens(twin), strict=True)) >= 1
+
+
+def test_accuracy_is_measured_of_checkpoints_too(
+    made: Callable[[str, str], tuple[Path, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("ROMEO:\nBut soft, what light through yonder window breaks?\n" * 20)
+    quantized, twin = map(str, made("gpt2", "awq"))
+    words = ["--text", str(text), "--max-tokens", "20", "--model", twin, "--checkpoint"]
+    assert accuracy.main([*words, quantized]) == 0
+    name, *numbers = capsys.readouterr().out.splitlines()[-1].rsplit(maxsplit=3)
+    assert name == "checkpoint, awq" and float(numbers[1]) < 1e-3
+    assert accuracy.main([*words, "gpt2-tiny-that-is-not-there"]) == 2
 
 
 def test_biases_of_zeros_for_layers_without_are_skipped(

@@ -25,10 +25,12 @@ class PackedWeightsHook(RunnerHook):
         """The model with packed weights."""
         started, name = time.monotonic(), self.config.device_config.linear_backend
         layers = [module for module in model.modules() if isinstance(module, Linear) and module.product is None]
-        few = many = name
-        if name == "auto" and (layers or hasattr(model, "output_matrix")):
-            sizes = [(layer.matrix, layer.bias) for layer in layers] or [(model.output_matrix, None)]
-            few, many, measured = fastest(*max(sizes, key=lambda one: one[0].numel()))
+        matrices: list[tuple[Tensor, Tensor | None]] = [(layer.matrix, layer.bias) for layer in layers]
+        if not layers and isinstance(output := getattr(model, "output_matrix", None), Tensor):
+            matrices = [(output, None)]  # something else multiplies in all layers
+        few = many = "torch" if name == "auto" and not matrices else name
+        if name == "auto" and matrices:
+            few, many, measured = fastest(*max(matrices, key=lambda one: one[0].numel()))
             logger.info("Linear layers: %s for few rows, %s for many (%s)", few, many, measured)
         if few != "torch" or many != "torch":
             gelu = layer_kernels(self.config.device_config.attention_backend).gelu

@@ -86,8 +86,9 @@ class QuantizedCheckpointHook(RunnerHook):
             product = type(next(iter(self._products.values()), None)).__name__ if self._products else "dequantized"
             method = self.config.model_config.checkpoint_quantization["quant_method"]
             trace.emit(
-                "weights.quantized", method=method, product=product, seconds=round(self._seconds, 4), **self._seen
-            )
+                "weights.quantized", method=method, product=product, layers=self._seen["layers"], bytes_before=self._seen["bytes_before"],
+                bytes_after=self._seen["bytes_after"], seconds=round(self._seconds, 4),
+            )  # fmt: skip
         return model
 
     def _packable(self, grid: Grid, module: nn.Module, turned: bool) -> Int4Weights | None:
