@@ -53,6 +53,7 @@ INDEX: tuple[str | Feature, ...] = (
     "stage03_engine.core.features.swap_space",
     "stage03_engine.core.features.async_scheduling",
     "stage03_engine.core.features.logits_processor",
+    "stage03_engine.core.features.quantized_checkpoints",
     "stage03_engine.core.features.lora",
     "stage03_engine.core.features.kv_transfer",
     "stage03_engine.core.features.distributed",

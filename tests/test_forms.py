@@ -39,9 +39,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "plain backends": TIGHT | {"linear_backend": "torch", "attention_backend": "torch"},
     "batch invariant": TIGHT | {"batch_invariant": True},
     "int8": TIGHT | {"quantization": "int8"},
+    "int4": TIGHT | {"quantization": "int4"},
     "bfloat16": TIGHT | {"dtype": "bfloat16"},
 }
-ROUNDED = ("int8", "bfloat16")  # each slice is rounded by itself, so the last digits differ
+ROUNDED = ("int8", "int4", "bfloat16")  # each slice is rounded by itself, so the last digits differ
 FORMS: dict[str, dict[str, Any]] = {
     "mp": {"distributed_executor_backend": "mp"},
     "tp 2": {"tensor_parallel_size": 2},

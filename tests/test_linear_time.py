@@ -145,6 +145,7 @@ NEVER: dict[str, str] = {  # the beginning of a line of `expressions`: what it m
     "stage01_cli/tools/course/": FLAGS,
     r"stage02_server/features/audio/serving.py: <\|([a-z]{2,3})\|>": MODEL,
     "stage02_server/features/dry_run/memory.py: ": MODEL,
+    "stage03_engine/core/features/quantized_checkpoints/": MODEL,
     "stage03_engine/args/": FLAGS,
     "stage03_engine/core/features/cpu_binding/manifest.py: ": FLAGS,
     "stage03_engine/core/features/debug/layer_trace.py: ": MODEL,

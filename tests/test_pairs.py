@@ -43,6 +43,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "plain products": {"linear_backend": "torch"},
     "int8": {"quantization": "int8"},
+    "int4": {"quantization": "int4"},
     "batch invariant": {"batch_invariant": True},
     "eager": {"enforce_eager": True},
     "unbound": {"cpu_omp_threads_bind": "nobind"},
@@ -58,6 +59,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "one grammar": {"grammar_cache_size": 1},
 }
 ELSEWHERE = {
+    "quantized_checkpoints": "another checkpoint, test_quantized_checkpoints",
     "nodes": "several machines, test_machines",
     "in_process": "of the server, test_in_process",
     "pooling": "another kind of model, test_together",
@@ -71,7 +73,7 @@ ELSEWHERE = {
     "generation_config": "defaults of a model's own file, test_generation_config",
 }
 """Features whose settings are not tried here -> where they are."""
-APART = [("fair", "priority"), ("batch invariant", "reference")]
+APART = [("fair", "priority"), ("int8", "int4"), ("batch invariant", "reference")]
 """One setting cannot have two values."""
 BY_VALUE = {
     ("folder", "no prefix cache"): "needs enable_prefix_caching",
@@ -80,7 +82,7 @@ BY_VALUE = {
     for one in ("tensor parallel", "pipeline", "worker process")
 }
 """What a check refuses by the values of more than two settings -> what it says."""
-OTHER_TOKENS = ("int8", "plain products", "adapters")
+OTHER_TOKENS = ("int8", "int4", "plain products", "adapters")
 """Other weights, other inputs of int8 products, one more request: those in a pair are the only ones that may change its tokens."""
 
 

@@ -10,19 +10,20 @@ from typing import Any
 from stage03_engine.hf_config import Config
 from stage03_engine.model_formats.shape_fields import RopeScaling
 from stage03_engine.model_shape import ModelShape
+from stage03_engine.plugins import parts
 
 _LLAMA_FIXED = {
     "hidden_act": ("silu",),
     "mlp_bias": (False,),
     "partial_rotary_factor": (1.0, None),
-    "quantization_config": (None,),
 }
 """Keys that change the mathematics of the Llama family, and the values that are supported."""
+_NOT_QUANTIZED = {"quantization_config": (None,), "compression_config": (None,)}
 
 
 def read_llama(config: Config, architecture: str) -> ModelShape:
     """Llama, Mistral, Qwen2 and Qwen3 differ in biases, sliding windows and the norm of queries and keys. Raises ConfigError."""
-    config.only(_LLAMA_FIXED)
+    config.only(_LLAMA_FIXED if parts("engine", "quantized_checkpoints") else _LLAMA_FIXED | _NOT_QUANTIZED)
     hidden_size, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
     num_layers, qwen2, qwen3 = (
         config.size("num_hidden_layers"),

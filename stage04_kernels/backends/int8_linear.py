@@ -39,6 +39,7 @@ class TorchInt8Linear:
     def __init__(self, weight: Tensor, bias: Tensor | None = None, activation: str | None = None) -> None:
         self.weight, self.scale = quantize(weight)
         self.bias, self.activation = bias, activation
+        self.nbytes = self.weight.nbytes + self.scale.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
         """[num_rows, in_features] -> [num_rows, out_features], in x's number format."""

@@ -48,6 +48,12 @@ SMALL = 1 << 20
 """With fewer weights than this in its largest layer a model is not measured: all are fast, and noise would decide."""
 
 
+def int4_group(inputs: int) -> int:
+    """How many inputs share a scale in int4 weights that are made here: the largest divisor that is not more than 128, so that all groups are
+    of one size."""
+    return next(size for size in range(min(128, inputs), 0, -1) if inputs % size == 0)
+
+
 def linear_backend_problem(name: str) -> str | None:
     """Why this backend cannot be used on this machine; None if it can."""
     if name not in BACKENDS:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 
 from stage04_kernels.attention import get_backend
-from stage04_kernels.lab.bench import bench_cpu
+from stage04_kernels.backends.native import library
+from stage04_kernels.lab.bench import bench_cpu, timed_cpu
 from stage04_kernels.lab.cases import AttentionCase, make_attention_case
 from stage04_kernels.sampler import SamplingMetadata, sample
 
@@ -53,3 +56,29 @@ def test_bench_native_kernels(benchmark: Any) -> None:
     for line in lines:
         benchmark.extra_info[f"{line.what}: {line.compared_with} takes"] = f"{line.ratio:.2f} times as long"
     assert lines[0].what == "cpu: decode, 32 x 512" and lines[0].ratio >= 2.0
+
+
+def test_bench_products_of_quantized_weights(benchmark: Any) -> None:
+    """float32, int8 and int4 weights [16,384, 2,048], one thread, 1, 8 and 32 rows, in turns: how many times as long the others take as int4. Each reads more
+    than most caches hold."""
+    if library.problem() is not None:
+        pytest.skip("no C++ compiler")
+    from stage04_kernels.backends.int4_linear import native_int4
+    from stage04_kernels.backends.int8_linear import native_int8
+    from stage04_kernels.backends.native.linear import NativeLinear
+
+    generator, threads = torch.Generator().manual_seed(0), torch.get_num_threads()
+    weight = torch.randn(16_384, 2_048, generator=generator)
+    products = {"float32": NativeLinear(weight), "int8": native_int8(weight), "int4": native_int4(weight)}
+    del weight
+    torch.set_num_threads(1)
+    try:
+        for rows in (1, 8, 32):
+            x = torch.randn(rows, 2_048, generator=generator)
+            seconds = dict(zip(products, timed_cpu([partial(each, x) for each in products.values()]), strict=True))
+            for name in ("float32", "int8"):
+                ratio = seconds[name] / seconds["int4"]
+                benchmark.extra_info[f"{rows} rows: {name} over int4"] = round(ratio, 2)
+        benchmark(products["int4"], x)
+    finally:
+        torch.set_num_threads(threads)

@@ -19,7 +19,7 @@ from stage03_engine.core.features.distributed.rank_config import rank_config
 from stage03_engine.core.features.distributed.ranks import Ranks
 from stage03_engine.core.features.distributed.sharded_weights import cut_vocabulary
 from stage03_engine.core.features.distributed.stages import leave_out
-from stage03_engine.core.features.quantization.size import int8_bytes
+from stage03_engine.core.features.quantization.size import quantized_bytes
 from stage03_engine.core.kv_cache_size import item_bytes, kv_block_bytes
 from stage03_engine.core.models.registry import model_class
 
@@ -88,7 +88,15 @@ def test_the_sum_is_of_all_requests(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(names) <= set(shown)
 
 
-FORMS = ["-tp 2", "-pp 2", "-tp 2 -pp 3", "-tp 2 -pp 2 -q int8", "-tp 4 --dtype bfloat16", "llama -tp 4 -pp 2"]
+FORMS = [
+    "-tp 2",
+    "-pp 2",
+    "-tp 2 -pp 3",
+    "-tp 2 -pp 2 -q int8",
+    "-tp 2 -q int4",
+    "-tp 4 --dtype bfloat16",
+    "llama -tp 4 -pp 2",
+]
 
 
 @pytest.mark.parametrize("words", FORMS)
@@ -115,7 +123,7 @@ def test_one_worker_of_several_beside_the_whole(words: str, capsys: pytest.Captu
         mine = rank_config(config, own)
         size, rows = size_of_part(config, mine, own)
         if "-q" in given:
-            size += int8_bytes(replace(mine.shape, vocab_size=rows if own.is_last_stage else 0), 4)
+            size += quantized_bytes(replace(mine.shape, vocab_size=rows if own.is_last_stage else 0), 4, given["-q"])
         assert shown[f"{own.lane}_weights"] == readable(size)
         assert shown[f"{own.lane}_kv_per_token"] == readable(kv_block_bytes(mine) // 16)
 

@@ -111,13 +111,16 @@ def test_each_request_of_a_mix_gets_the_tokens_of_its_merged_model(
     assert tokens_of(llm, mix) == [family.expected[each] for each in mix]
 
 
-def test_int8_weights_and_an_adapter(family: Family) -> None:
+@pytest.mark.parametrize("method", ["int8", "int4"])
+def test_quantized_weights_and_an_adapter(family: Family, method: str) -> None:
     """What the adapter adds is not quantized, and comes before the activation."""
-    how = SMALL | {"quantization": "int8", "linear_backend": "torch"}
+    how = SMALL | {"quantization": method, "linear_backend": "torch"}
     with LLM(str(family.model), enable_lora=True, lora_modules=family.modules, **how) as llm:
         together = tokens_of(llm, [("all", 0), (None, 0), ("attention", 0)])
         assert together == [tokens_of(llm, [(name, 0)])[0] for name in ("all", None, "attention")]
-        assert together[0][:4] == family.expected["all", 0][:4] and together[0] != together[1]
+        assert together[0] != together[1]
+        if method == "int8":
+            assert together[0][:4] == family.expected["all", 0][:4]
 
 
 def test_the_trace_says_what_was_loaded_and_which_rows_it_got(family: Family, tmp_path: Path) -> None:

@@ -115,12 +115,13 @@ TINY: dict[str, dict[str, Any]] = {
     "tiny, dummy": {"load_format": "dummy", "seed": 3},
     "tiny, bfloat16": {"dtype": "bfloat16"},
     "tiny, int8": {"quantization": "int8"},
+    "tiny, int4": {"quantization": "int4"},
     "tiny, batch invariant": {"batch_invariant": True},
 }
 """gpt2-tiny under settings that change what multiplies by the weights, or where they come from."""
 if library.problem():
     del TINY["tiny, native"]
-ROUGH = ("tiny, bfloat16", "tiny, int8")
+ROUGH = ("tiny, bfloat16", "tiny, int8", "tiny, int4")
 IN_TWO_ONLY = {*TINY, *SPOILT} - {"tiny, torch"}
 """Cases that four ranks would not make harder."""
 FOUR = pytest.mark.long

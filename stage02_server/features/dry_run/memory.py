@@ -12,6 +12,7 @@ import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.kv_cache_size import choose_num_blocks, item_bytes, kv_block_bytes
@@ -21,7 +22,8 @@ from stage03_engine.model_path import weight_files, weight_format
 from stage03_engine.model_shape import ModelShape
 
 MIB, GIB = 1 << 20, 1 << 30
-INT8_BYTES = "stage03_engine.core.features.quantization.size:int8_bytes"
+QUANTIZED_BYTES = "stage03_engine.core.features.quantization.size:quantized_bytes"
+PACKED_BYTES = "stage03_engine.core.features.quantized_checkpoints.size:packed_bytes"
 _WORKER_ROWS = "stage02_server.features.dry_run.workers:rows"
 _NO_PARAMETER = re.compile(r"(^|\.)attn\.(masked_)?bias$|\.inv_freq$")  # masks and tables that are computed, not loaded
 
@@ -60,13 +62,21 @@ def estimate_memory(config: VllmConfig) -> Memory:
 
 def _weights(config: VllmConfig, parameters: int, size: int) -> int:
     """Bytes of the weights."""
-    less = load(INT8_BYTES)(config.shape, size) if quantization(config) else 0
+    method, own = quantization(config), checkpoint_quantization(config)
+    less = load(QUANTIZED_BYTES)(config.shape, size, method) if method else 0
+    if own is not None and getattr(getattr(config, "parallel_config", None), "world_size", 1) == 1:
+        less = load(PACKED_BYTES)(_checkpoint(config), own, _is_gpt2(config.shape), size)
     return int(parameters * size + less)
 
 
 def quantization(config: VllmConfig) -> str | None:
-    """The number format of the matrices, if it is not that of the other weights."""
-    return getattr(config.model_config, "quantization", None)
+    """The format that matrices are given while they are loaded, if it is not that of the other weights."""
+    return None if checkpoint_quantization(config) else getattr(config.model_config, "quantization", None)
+
+
+def checkpoint_quantization(config: VllmConfig) -> dict[str, Any] | None:
+    """What config.json says about a checkpoint that is quantized."""
+    return getattr(config.model_config, "checkpoint_quantization", None)
 
 
 def check_kv_cache(config: VllmConfig, memory: Memory) -> None:
@@ -81,15 +91,20 @@ def check_kv_cache(config: VllmConfig, memory: Memory) -> None:
 def count_parameters(config: VllmConfig) -> int:
     """From the heads of the safetensors files, or from the model's shape. Raises ModelNotFoundError, ConfigError."""
     model = config.model_config
-    if weight_format(model.load_format) is not None or model.model_path is None:
+    if weight_format(model.load_format) is not None or model.model_path is None or checkpoint_quantization(config):
         return _parameters_of(config.shape)
     tied = getattr(config.shape, "tie_word_embeddings", True)
-    shapes = {name: shape for file in weight_files(Path(model.model_path)) for name, shape in _tensors(file).items()}
     return sum(
         math.prod(shape)
-        for name, shape in shapes.items()
+        for name, shape in _checkpoint(config).items()
         if not _NO_PARAMETER.search(name) and not (tied and name == "lm_head.weight")
     )
+
+
+def _checkpoint(config: VllmConfig) -> dict[str, list[int]]:
+    """Name -> shape, of all files. Raises ModelNotFoundError, ConfigError."""
+    folder = Path(config.model_config.model_path or "")
+    return {name: shape for file in weight_files(folder) for name, shape in _tensors(file).items()}
 
 
 def _tensors(file: Path) -> dict[str, list[int]]:
@@ -164,7 +179,11 @@ def shown(count: int) -> str:
 def rows(config: VllmConfig, memory: Memory) -> list[tuple[str, str, str]]:
     """(name, size, how it is made up) for the table."""
     model, scheduler = config.model_config, config.scheduler_config
-    format_ = f"{model.dtype}, matrices in int8" if quantization(config) else model.dtype
+    own, method = checkpoint_quantization(config), quantization(config)
+    if own is not None:
+        format_ = f"{model.dtype}, from a checkpoint in {own['quant_method']}"
+    else:
+        format_ = f"{model.dtype}, matrices in {method.partition('_')[0]}" if method else model.dtype
     found = [
         ("weights", shown(memory.weights), f"{memory.num_parameters:,} parameters in {format_}"),
         ("kv_cache_per_token", shown(memory.per_token), f"keys and values of {config.shape.num_layers} layers"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from stage02_server.features.dry_run.memory import (
-    INT8_BYTES,
+    QUANTIZED_BYTES,
     layer_parameters,
     norm_parameters,
     position_parameters,
@@ -50,7 +50,7 @@ def _weights(config: VllmConfig, shape: ModelShape, own: Ranks) -> int:
     tables = has_part("wte", whole, own) + (not whole.tie_word_embeddings and has_part("lm_head", whole, own))
     count = tables * vocabulary * whole.hidden_size + shape.num_layers * layer_parameters(shape)
     count += own.is_first_stage * position_parameters(whole) + own.is_last_stage * norm_parameters(whole)
-    if not quantization(config):
+    if not (method := quantization(config)):
         return count * size
     matrices = replace(shape, vocab_size=own.is_last_stage * vocabulary)
-    return int(count * size + load(INT8_BYTES)(matrices, size))
+    return int(count * size + load(QUANTIZED_BYTES)(matrices, size, method))

@@ -122,6 +122,8 @@ def assign_weights(
             raise ConfigError(f"{name} holds {tensor.dtype}; quantized weights are not supported")
         check_finite(name, tensor)
         loaded[target] = nn.Parameter(tensor, requires_grad=False)
-    if missing := sorted(wanted.keys() - loaded.keys()):
+    if missing := sorted(
+        {name for name, _ in model.named_parameters()} - loaded.keys()
+    ):  # hooks may have taken some out
         raise ConfigError(f"the checkpoint lacks {len(missing)} tensors: {', '.join(missing[:5])}")
     model.load_state_dict(loaded, assign=True)

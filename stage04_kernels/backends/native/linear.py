@@ -54,6 +54,7 @@ class NativeLinear:
         )  # fmt: skip
         self.bias = None if bias is None else bias.float().contiguous()
         self.scale = None if scale is None else scale.float().contiguous()
+        self.nbytes = self.packed.nbytes + (0 if self.scale is None else self.scale.nbytes)
         scales, offsets = (None if kept is None else kept.data_ptr() for kept in (self.scale, self.bias))
         self.constants = (self.packed.data_ptr(), scales, offsets, ACTIVATIONS[activation])
         name = f"int8_by_{bits}" if weight.dtype == torch.int8 else name

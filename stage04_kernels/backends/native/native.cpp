@@ -276,7 +276,7 @@ static inline ints dot2(ints sum, ints weights, int32_t inputs) {
 
 // How inputs are held: LANES lanes for four of them.
 struct Bits8 {
-  static constexpr int LANES = 1, QUADS = 16, START = -OFFSET, ROWS = MR;
+  static constexpr int LANES = 1, QUADS = 16, UNIT = QUAD, START = -OFFSET, ROWS = MR;
   static constexpr float MOST = 127;
   static inline void pack(const int* k, int32_t* lanes) {
     lanes[0] = (k[0] & 255) | (k[1] & 255) << 8 | (k[2] & 255) << 16 | k[3] << 24;
@@ -286,7 +286,7 @@ struct Bits8 {
 };
 
 struct Bits16 {
-  static constexpr int LANES = 2, QUADS = 64, START = 0, ROWS = V == 16 ? MR : 4;
+  static constexpr int LANES = 2, QUADS = 64, UNIT = QUAD, START = 0, ROWS = V == 16 ? MR : 4;
   static constexpr float MOST = 32767;
   static inline void pack(const int* k, int32_t* lanes) {
     lanes[0] = (k[0] & 65535) | k[2] << 16;
@@ -307,22 +307,29 @@ template <class Bits> struct Integers {
   std::vector<int32_t> lanes, start;
   std::vector<float> scale;
 
-  template <class X> Integers(const X* x, long rows, long inputs, int threads)
-      : row((inputs + QUAD - 1) / QUAD * Bits::LANES), groups((inputs + GROUP - 1) / GROUP),
-        lanes(rows * row), start(rows * groups), scale(rows * groups) {
+  // The inputs, taken in `order` if there is one, lie in spans of `width`: a group has no numbers of two of them. The lanes of each span
+  // are filled up with zeros to whole `UNIT`s.
+  template <class X> Integers(const X* x, long rows, long inputs, long width, const int32_t* order, int threads)
+      : row((inputs + width - 1) / width * padded(width) / QUAD * Bits::LANES),
+        groups((inputs + width - 1) / width * each(width)), lanes(rows * row), start(rows * groups), scale(rows * groups) {
 #pragma omp parallel for num_threads(threads) if (rows * inputs > 65536)
     for (long m = 0; m < rows; m++)
       for (long g = 0; g < groups; g++) {
-        const long first = g * GROUP, count = std::min<long>(GROUP, inputs - first);
-        group(x + m * inputs + first, count, m * groups + g, &lanes[m * row + first / QUAD * Bits::LANES]);
+        const long first = g / each(width) * width + g % each(width) * GROUP;
+        const long end = std::min(inputs, (g / each(width) + 1) * width), count = std::min<long>(GROUP, end - first);
+        if (count > 0) group(x + m * inputs, order, first, count, m * groups + g, &lanes[m * row + place(width, g) / QUAD * Bits::LANES]);
       }
   }
 
-  template <class X> void group(const X* x, int count, long index, int32_t* out) {
+  static long padded(long width) { return (width + Bits::UNIT - 1) / Bits::UNIT * Bits::UNIT; }
+  static long each(long width) { return (width + GROUP - 1) / GROUP; }  // groups in a span
+  static long place(long width, long g) { return g / each(width) * padded(width) + g % each(width) * GROUP; }
+
+  template <class X> void group(const X* x, const int32_t* order, long first, int count, long index, int32_t* out) {
     float values[GROUP] = {};
     int whole[GROUP];
     int32_t most_bits = 0, total = 0;
-    for (int i = 0; i < count; i++) values[i] = x[i];
+    for (int i = 0; i < count; i++) values[i] = x[order ? order[first + i] : first + i];
     for (int i = 0; i < GROUP; i++) {  // the bits of floats without sign are in their order, with NaN above all
       int32_t bits;
       __builtin_memcpy(&bits, values + i, 4);
@@ -385,7 +392,7 @@ static void integer_linear(
     const X* input, const int8_t* w, const float* scale, const float* bias, int activation, X* y, long rows, long inputs,
     long outputs, int threads
 ) {
-  const Integers<Bits> x(input, rows, inputs, threads);
+  const Integers<Bits> x(input, rows, inputs, inputs, nullptr, threads);
   const long num_panels = (outputs + NR - 1) / NR, all_quads = (inputs + QUAD - 1) / QUAD, panel = all_quads * QUAD * NR;
   const long num_tiles = (rows + Bits::ROWS - 1) / Bits::ROWS;
   const long P = rows == 1 ? PANELS : 1, num_blocks = (num_panels + P - 1) / P;
@@ -411,6 +418,152 @@ static void integer_linear(
       }
       for (long i = 0; i < here; i++) finish(&sums[i * NR], scale, bias, activation, y, rows, (p + i) * NR, outputs);
     }
+  }
+}
+
+// Products of int4 weights
+//
+// w[n, k] = scale[n, group of k] * (code[n, k] - zero[n, group of k]), codes from 0 to 15, groups of `width` neighbours. The inputs become integers
+// of 8 bits, in groups of their own within those: the sum of input * code is exact, and so is what is subtracted from it, zero * the
+// sum of inputs. What a group is worth is added as float32, in the order of k.
+//
+// A panel holds OCTET values of k side by side for each output, in a lane of 32 bits: byte i has the codes of k = i, in its low half, and
+// of k = i + 4. So one mask gives four bytes to multiply, and a shift and a mask the other four.
+
+constexpr int OCTET = 8;
+
+struct Codes : Bits8 {
+  static constexpr int UNIT = OCTET, START = 1;  // a group starts with the sum of its inputs
+  static constexpr int ROWS = MR > 6 ? MR : 4;
+};
+
+// Adds to each lane the products of its eight codes and eight inputs.
+static inline ints dot8(ints sum, ints low, ints high, int32_t first, int32_t last) {
+#if defined(__ARM_FEATURE_DOTPROD)
+  sum = (ints)vdotq_s32((int32x4_t)sum, (int8x16_t)low, vreinterpretq_s8_s32(vdupq_n_s32(first)));
+  return (ints)vdotq_s32((int32x4_t)sum, (int8x16_t)high, vreinterpretq_s8_s32(vdupq_n_s32(last)));
+#elif defined(__AVX512F__) && defined(__AVX512VNNI__)
+  sum = (ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)low, _mm512_set1_epi32(first));
+  return (ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)high, _mm512_set1_epi32(last));
+#elif !defined(__AVX512F__) && defined(__AVXVNNI__)
+  sum = (ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)low, _mm256_set1_epi32(first));
+  return (ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)high, _mm256_set1_epi32(last));
+#elif defined(__AVX512BW__)  // four products of 15 * 127 at most fit into 16 bits
+  const __m512i pairs = _mm512_add_epi16(
+      _mm512_maddubs_epi16((__m512i)low, _mm512_set1_epi32(first)), _mm512_maddubs_epi16((__m512i)high, _mm512_set1_epi32(last)));
+  return sum + (ints)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+#elif !defined(__AVX512F__) && defined(__AVX2__)
+  const __m256i pairs = _mm256_add_epi16(
+      _mm256_maddubs_epi16((__m256i)low, _mm256_set1_epi32(first)), _mm256_maddubs_epi16((__m256i)high, _mm256_set1_epi32(last)));
+  return sum + (ints)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#else
+  for (int i = 0; i < QUAD; i++)
+    sum += (low >> 8 * i & 15) * int32_t(int8_t(first >> 8 * i)) + (high >> 8 * i & 15) * int32_t(int8_t(last >> 8 * i));
+  return sum;
+#endif
+}
+
+// What all panels have in common. `scale` and `zero` are [panels, groups, NR].
+struct Int4 {
+  const uint8_t* codes;
+  const float* scale;
+  const uint8_t* zero;
+  long panel, groups;  // bytes of codes in a panel; groups of weights
+};
+
+typedef uint8_t bytes __attribute__((vector_size(V)));
+
+// M rows times P panels from panel p on, `octets` * 8 values of k from `at` on: group g of the inputs, in group `own` of the weights. Adds to `sums` [M, P * NR].
+template <int M, int P>
+__attribute__((noinline)) static void code_tile(
+    const Integers<Codes>& x, const Int4& a, long first, long g, long own, long p, long at, long octets, float* sums
+) {
+  ints sum[M][P][2] = {};
+  const int32_t* lanes = &x.lanes[first * x.row + at / QUAD];
+  const uint8_t* w = a.codes + p * a.panel + at / OCTET * NR * 4;
+  for (long o = 0; o < octets; o++, w += NR * 4, lanes += 2) {
+    if (P == 1) __builtin_prefetch(w + AHEAD * NR * 4);
+    for (int i = 0; i < P; i++)
+      for (int half = 0; half < 2; half++) {
+        const ints both = *(const any_ints*)(w + i * a.panel + half * V * 4);
+        const ints low = both & 0x0f0f0f0f, high = both >> 4 & 0x0f0f0f0f;
+        for (int m = 0; m < M; m++)
+          sum[m][i][half] = dot8(sum[m][i][half], low, high, lanes[m * x.row], lanes[m * x.row + 1]);
+      }
+  }
+  for (int i = 0; i < P; i++)
+    for (int half = 0; half < 2; half++) {
+      const long place = ((p + i) * a.groups + own) * NR + half * V;
+      bytes zero;
+      __builtin_memcpy(&zero, a.zero + place, V);
+      const ints zeros = __builtin_convertvector(zero, ints);
+      const floats scale = *(const any_floats*)(a.scale + place);
+      for (int m = 0; m < M; m++) {
+        const long index = (first + m) * x.groups + g;
+        *(any_floats*)(sums + m * P * NR + i * NR + half * V) +=
+            __builtin_convertvector(sum[m][i][half] - zeros * x.start[index], floats) * (scale * x.scale[index]);
+      }
+    }
+}
+
+// `code_tile` for a number of rows that is only known now, 1 to Codes::ROWS.
+template <int M = Codes::ROWS>
+static void code_rows(
+    int rows, const Integers<Codes>& x, const Int4& a, long first, long g, long own, long p, long at, long octets, float* sums
+) {
+  if constexpr (M > 1)
+    if (rows < M) return code_rows<M - 1>(rows, x, a, first, g, own, p, at, octets, sums);
+  code_tile<M, 1>(x, a, first, g, own, p, at, octets, sums);
+}
+
+template <class X>
+static void int4_linear(
+    const X* input, const uint8_t* w, const float* scale, const uint8_t* zero, const int32_t* order, const float* bias,
+    int activation, X* y, long rows, long inputs, long outputs, long width, int threads
+) {
+  typedef Integers<Codes> Inputs;
+  const Inputs x(input, rows, inputs, width, order, threads);
+  const long num_panels = (outputs + NR - 1) / NR, groups = (inputs + width - 1) / width, each = Inputs::each(width);
+  const Int4 a = {w, scale, zero, groups * Inputs::padded(width) * NR / 2, groups};
+  const long num_tiles = (rows + Codes::ROWS - 1) / Codes::ROWS;
+  const long P = rows == 1 ? PANELS : 1, num_blocks = (num_panels + P - 1) / P;
+#pragma omp parallel num_threads(threads)
+  {
+    std::vector<float> sums(rows * P * NR);
+#pragma omp for schedule(dynamic, 4)
+    for (long block = 0; block < num_blocks; block++) {
+      const long p = block * P, here = std::min(P, num_panels - p);
+      std::fill(sums.begin(), sums.end(), 0.0f);
+      for (long g = 0; g < x.groups; g++) {
+        const long own = g / each, at = Inputs::place(width, g);
+        const long octets = std::min<long>(Inputs::GROUP, Inputs::padded(width) - g % each * Inputs::GROUP) / OCTET;
+        if (here == PANELS)
+          code_tile<1, PANELS>(x, a, 0, g, own, p, at, octets, &sums[0]);
+        else if (rows == 1)
+          for (long i = 0; i < here; i++) code_tile<1, 1>(x, a, 0, g, own, p + i, at, octets, &sums[i * NR]);
+        else
+          for (long t = 0; t < num_tiles; t++) {
+            const long low = t * rows / num_tiles, high = (t + 1) * rows / num_tiles;
+            code_rows(high - low, x, a, low, g, own, p, at, octets, &sums[low * NR]);
+          }
+      }
+      for (long i = 0; i < here; i++) finish(&sums[i * NR], nullptr, bias, activation, y, rows, (p + i) * NR, outputs);
+    }
+  }
+}
+
+// codes [outputs, inputs], one to a byte; what lies past the last is zeros.
+static void pack_codes(const uint8_t* codes, uint8_t* packed, long inputs, long outputs, long width, int threads) {
+  typedef Integers<Codes> Inputs;
+  const long num_panels = (outputs + NR - 1) / NR, groups = (inputs + width - 1) / width, panel = groups * Inputs::padded(width) * NR / 2;
+#pragma omp parallel for num_threads(threads)
+  for (long p = 0; p < num_panels; p++) {
+    std::fill_n(packed + p * panel, panel, 0);
+    for (int j = 0; j < std::min<long>(NR, outputs - p * NR); j++)
+      for (long k = 0; k < inputs; k++) {
+        const long at = k / width * Inputs::padded(width) + k % width;
+        packed[p * panel + (at / OCTET * NR + j) * 4 + at % 4] |= codes[(p * NR + j) * inputs + k] << at % OCTET / 4 * 4;
+      }
   }
 }
 
@@ -464,6 +617,11 @@ int input_bits() { return INPUT_BITS; }
                      long inputs, long outputs, int threads) { \
     integer_linear<BITS>(x, w, scale, bias, activation, y, rows, inputs, outputs, threads); \
   }
+#define INT4_LINEAR(X, NAME) \
+  void linear_##NAME(const X* x, const uint8_t* w, const float* scale, const uint8_t* zero, const int32_t* order, const float* bias, \
+                     int activation, X* y, long rows, long inputs, long outputs, long width, int threads) { \
+    int4_linear(x, w, scale, zero, order, bias, activation, y, rows, inputs, outputs, width, threads); \
+  }
 LINEAR(float, float32)
 LINEAR(bfloat16, bfloat16)
 PACK(int8_t, int8)
@@ -471,6 +629,16 @@ INTEGER_LINEAR(float, int8_by_8, Bits8)
 INTEGER_LINEAR(bfloat16, int8_by_8_bf16, Bits8)
 INTEGER_LINEAR(float, int8_by_16, Bits16)
 INTEGER_LINEAR(bfloat16, int8_by_16_bf16, Bits16)
+INT4_LINEAR(float, int4)
+INT4_LINEAR(bfloat16, int4_bf16)
+
+long int4_bytes(long inputs, long outputs, long width) {
+  return (outputs + NR - 1) / NR * ((inputs + width - 1) / width) * Integers<Codes>::padded(width) * NR / 2;
+}
+
+void pack_int4(const uint8_t* codes, uint8_t* packed, long inputs, long outputs, long width, int threads) {
+  pack_codes(codes, packed, inputs, outputs, width, threads);
+}
 }
 
 // Paged attention
@@ -968,6 +1136,8 @@ RECORDABLE(linear_int8_by_8)
 RECORDABLE(linear_int8_by_8_bf16)
 RECORDABLE(linear_int8_by_16)
 RECORDABLE(linear_int8_by_16_bf16)
+RECORDABLE(linear_int4)
+RECORDABLE(linear_int4_bf16)
 RECORDABLE_BOTH(attention)
 RECORDABLE_BOTH(norm)
 RECORDABLE_BOTH(gelu)

@@ -53,8 +53,10 @@ class LinearBackendFlags:
 
     @staticmethod
     def hooks(config: VllmConfig) -> dict[str, list[str]]:
-        """On a CPU the runner packs the weights once they are loaded; --quantization does it itself."""
-        device, quantized = config.device_config, getattr(config.model_config, "quantization", None) is not None
+        """On a CPU the runner packs the weights once they are loaded; --quantization does it itself, unless it only names the format of the checkpoint."""
+        device, model = config.device_config, config.model_config
+        own = getattr(model, "checkpoint_quantization", None) is not None
+        quantized = getattr(model, "quantization", None) is not None and not own
         packs = device.device == "cpu" and device.linear_backend != "torch" and is_there(KERNELS) and not quantized
         return {"runner": [HOOK]} if packs else {}
 

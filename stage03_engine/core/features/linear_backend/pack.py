@@ -24,11 +24,13 @@ class PackedWeightsHook(RunnerHook):
     def model_loaded(self, model: LanguageModel) -> LanguageModel:
         """The model with packed weights."""
         started, name = time.monotonic(), self.config.device_config.linear_backend
-        layers = [module for module in model.modules() if isinstance(module, Linear)]
-        few = many = name
-        if name == "auto" and layers:
-            largest = max(layers, key=lambda layer: layer.matrix.numel())
-            few, many, measured = fastest(largest.matrix, largest.bias)
+        layers = [module for module in model.modules() if isinstance(module, Linear) and module.product is None]
+        matrices: list[tuple[Tensor, Tensor | None]] = [(layer.matrix, layer.bias) for layer in layers]
+        if not layers and isinstance(output := getattr(model, "output_matrix", None), Tensor):
+            matrices = [(output, None)]  # something else multiplies in all layers
+        few = many = "torch" if name == "auto" and not matrices else name
+        if name == "auto" and matrices:
+            few, many, measured = fastest(*max(matrices, key=lambda one: one[0].numel()))
             logger.info("Linear layers: %s for few rows, %s for many (%s)", few, many, measured)
         if few != "torch" or many != "torch":
             gelu = layer_kernels(self.config.device_config.attention_backend).gelu
@@ -47,15 +49,16 @@ def both(few: Pack, many: Pack) -> Pack:
     return lambda weight, bias, activation: ByRows(few(weight, bias, activation), many(weight, bias, activation))
 
 
-def pack_model(model: nn.Module, pack: Pack, gelu: object) -> None:
-    """Let packed weights multiply in all linear layers, and make the logits."""
+def pack_model(model: nn.Module, pack: Pack, gelu: object, head: Pack | None = None) -> None:
+    """Let packed weights multiply in all linear layers where nothing else does already, and make the logits; `head` packs the output matrix, if that is
+    packed otherwise."""
     for module in model.modules():
-        if isinstance(module, Linear):
+        if isinstance(module, Linear) and module.product is None:
             pack_layer(module, pack, gelu)
         elif isinstance(module, LanguageModel):
             matrix = getattr(module, "output_matrix", None)
             if isinstance(matrix, Tensor):  # a classifier has none, nor has a stage of a pipeline that is not the last
-                module.logits_product = pack(matrix, None, None)
+                module.logits_product = (head or pack)(matrix, None, None)
 
 
 def pack_layer(layer: Linear, pack: Pack, gelu: object) -> None:

@@ -1,6 +1,7 @@
 """What a number format of the weights costs in accuracy:
 
     python -m stage03_engine.core.features.quantization.accuracy --text tinyshakespeare.txt
+    python -m stage03_engine.core.features.quantization.accuracy --text ... --model MODEL --checkpoint THE-SAME-WITH-GPTQ
 
 The end of the text, which the bundled model was not trained on, goes through the model in windows of its context, as in
 `bundled/training/train_gpt2_tiny.py`. Printed are, for each format: bits per byte, which do not depend on the tokenizer; the mean over the
@@ -27,22 +28,32 @@ from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.features.linear_backend.pack import pack_model
 from stage03_engine.core.input_batch import make_metadata
+from stage03_engine.core.model_runner import ModelRunner
 from stage03_engine.core.models.layers import LanguageModel
 from stage03_engine.core.models.loader import get_model
-from stage03_engine.errors import ConfigError
-from stage04_kernels.backends.int8_linear import TorchInt8Linear, native_int8_weight_only, native_int8_with_8_bits
+from stage03_engine.errors import ConfigError, ModelNotFoundError
+from stage04_kernels.backends.int4_linear import native_int4, torch_int4
+from stage04_kernels.backends.int8_linear import (
+    TorchInt8Linear,
+    native_int8,
+    native_int8_weight_only,
+    native_int8_with_8_bits,
+)
 from stage04_kernels.backends.native.library import problem
 from stage04_kernels.backends.native.linear import NativeLinear
 from stage04_kernels.layers import layer_kernels
 
-FORMATS: dict[str, tuple[str, Any]] = {
-    "float32": ("float32", None),
-    "bfloat16": ("bfloat16", NativeLinear),
-    "int8": ("float32", TorchInt8Linear),
-    "int8, inputs of 16 bits": ("float32", native_int8_weight_only),
-    "int8, inputs of 8 bits": ("float32", native_int8_with_8_bits),
+FORMATS: dict[str, tuple[str, Any, Any]] = {
+    "float32": ("float32", None, None),
+    "bfloat16": ("bfloat16", NativeLinear, None),
+    "int8": ("float32", TorchInt8Linear, None),
+    "int8, inputs of 16 bits": ("float32", native_int8_weight_only, None),
+    "int8, inputs of 8 bits": ("float32", native_int8_with_8_bits, None),
+    "int4": ("float32", torch_int4, TorchInt8Linear),
+    "int4, inputs of 8 bits": ("float32", native_int4, native_int8),
 }
-"""Name -> dtype, and what packs the matrices. The last two need a compiler; `--quantization int8` is one of them."""
+"""Name -> dtype, what packs the matrices, and what packs the output matrix, if it is something else. Those with a comma need a compiler;
+`--quantization` is one of them."""
 
 
 @dataclass
@@ -59,15 +70,26 @@ def load_formats(model: str) -> tuple[VllmConfig, dict[str, LanguageModel]]:
     """The model in each format that this machine has. Raises ConfigError, ModelNotFoundError."""
     models, config = {}, None
     compiles = problem() is None
-    for name, (dtype, pack) in FORMATS.items():
-        if name.startswith("int8,") and not compiles:
+    for name, (dtype, pack, head) in FORMATS.items():
+        if "," in name and not compiles:
             continue
         config = EngineArgs.from_kwargs(model=model, dtype=dtype, device="cpu", linear_backend="torch")
         models[name] = get_model(config, getattr(torch, dtype), torch.device("cpu"))
         if pack is not None and (compiles or pack is not NativeLinear):
-            pack_model(models[name], pack, layer_kernels(config.device_config.attention_backend).gelu)
+            pack_model(models[name], pack, layer_kernels(config.device_config.attention_backend).gelu, head)
     assert config is not None
     return config, models
+
+
+def load_checkpoint(folder: str, like: VllmConfig) -> tuple[str, LanguageModel]:
+    """(name of its row, a quantized checkpoint of the same model, in float32). Raises ConfigError, ModelNotFoundError."""
+    config = EngineArgs.from_kwargs(model=folder, dtype="float32", device="cpu")
+    if config.shape.vocab_size != like.shape.vocab_size:
+        raise ConfigError(f"{folder} is another model: its vocabulary has {config.shape.vocab_size} tokens")
+    runner = ModelRunner(config, torch.device("cpu"))
+    runner.load_model()
+    found = getattr(config.model_config, "checkpoint_quantization", None) or {"quant_method": "not quantized"}
+    return f"checkpoint, {found['quant_method']}", runner.model
 
 
 @torch.inference_mode()
@@ -91,7 +113,7 @@ def measure(config: VllmConfig, models: dict[str, LanguageModel], tokens: Tensor
     for window in windows(tokens, config.max_model_len):
         wanted: Tensor | None = None
         for name, model in models.items():
-            dtype = getattr(torch, FORMATS[name][0])
+            dtype = getattr(torch, FORMATS[name][0] if name in FORMATS else "float32")
             found = F.log_softmax(logits_of(model, config, window, dtype)[:-1].double(), dim=-1)
             wanted = found if wanted is None else wanted  # float32 comes first
             so_far = sums[name]
@@ -119,13 +141,15 @@ def table(sums: dict[str, Sums], num_bytes: int) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit code."""
-    parser = argparse.ArgumentParser(description="accuracy of int8 and bfloat16 weights against float32")
+    parser = argparse.ArgumentParser(description="accuracy of int4, int8 and bfloat16 weights against float32")
     parser.add_argument("--text", type=Path, required=True, help="a text, UTF-8; its last tenth is predicted")
     parser.add_argument("--model", default="gpt2-tiny", help="a model as `serve` takes it (default: gpt2-tiny)")
     parser.add_argument("--max-tokens", type=int, default=1 << 62, help="predict no more than so many tokens")
+    parser.add_argument("--checkpoint", action="append", default=[], help="the same model, quantized already: a folder")
     args = parser.parse_args(arguments)
     try:
         config, models = load_formats(args.model)
+        models |= dict(load_checkpoint(folder, config) for folder in args.checkpoint)
         text = args.text.read_text(encoding="utf-8")
         held_out = text[int(len(text) * 0.9) :]
         tokenizer = Tokenizer.from_file(str(Path(config.model_config.tokenizer_path or "") / "tokenizer.json"))
@@ -133,7 +157,7 @@ def main(arguments: list[str] | None = None) -> int:
         if len(ids) < 2:
             raise ConfigError(f"{args.text} is too short: its last tenth must have at least two tokens")
         num_bytes = len(tokenizer.decode(ids, skip_special_tokens=False).encode())
-    except (ConfigError, OSError, UnicodeError) as error:
+    except (ConfigError, ModelNotFoundError, OSError, UnicodeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(table(measure(config, models, torch.tensor(ids)), num_bytes))

@@ -14,10 +14,17 @@ if TYPE_CHECKING:
     from stage03_engine.config import VllmConfig
 
 
-METHODS = ("int8", "int8_per_channel_weight_only")
-KERNELS = "stage04_kernels.backends.int8_linear"
+INT8, INT4 = "stage04_kernels.backends.int8_linear", "stage04_kernels.backends.int4_linear"
+METHODS = {
+    "int8": (f"{INT8}:TorchInt8Linear", f"{INT8}:native_int8"),
+    "int8_per_channel_weight_only": (f"{INT8}:TorchInt8Linear", f"{INT8}:native_int8_weight_only"),
+    "int4": (f"{INT4}:torch_int4", f"{INT4}:native_int4"),
+}
+"""Name -> "module:function" that quantizes and packs a weight: the slow twin, and the compiled one."""
+OUTPUT_MATRIX = {"int4": "int8"}
+"""Method -> that of the output matrix, if it is another one: it alone did most of the harm."""
 NATIVE_PROBLEM = "stage04_kernels.backends.native.library:problem"
-NEEDED = (KERNELS, "stage04_kernels.backends.native.linear", "stage03_engine.core.features.linear_backend.pack")
+NEEDED = (INT8, INT4, "stage04_kernels.backends.native.linear", "stage03_engine.core.features.linear_backend.pack")
 HOOK = "stage03_engine.core.features.quantization.quantize:QuantizedWeightsHook"
 
 
@@ -28,7 +35,8 @@ class Quantization:
     quantization: str | None = option(
         None,
         "number format of the weight matrices, made of any checkpoint at start: int8, with inputs of 8 bits where the processor multiplies "
-        "those fastest (VNNI, dotprod), else of 16; int8_per_channel_weight_only, with inputs of 16 bits everywhere; none = that of --dtype",
+        "those fastest (VNNI, dotprod), else of 16; int8_per_channel_weight_only, with inputs of 16 bits everywhere; int4, in groups of up to 128, "
+        "with inputs of 8 bits and an output matrix of int8; none = that of --dtype, or of a checkpoint that is quantized",
         aliases=("-q",),
     )
 
@@ -40,12 +48,12 @@ class QuantizationFlags:
     def check(config: VllmConfig) -> None:
         """Raises ConfigError for another method, and for settings that do not go with it."""
         method, backend = config.model_config.quantization, getattr(config.device_config, "linear_backend", "auto")
-        if method is None:
-            return
+        if method is None or getattr(config.model_config, "checkpoint_quantization", None):
+            return  # the checkpoint's own format, which its room has compared
         if method not in METHODS:
             raise ConfigError(
                 f"quantization {method} is not supported: weights are quantized here, of a checkpoint that is not, to "
-                f"{' or '.join(METHODS)}"
+                f"{', '.join(METHODS)}"
             )
         for module in NEEDED:
             if not is_there(module):
@@ -60,29 +68,32 @@ class QuantizationFlags:
     @staticmethod
     def hooks(config: VllmConfig) -> dict[str, list[str]]:
         """The runner quantizes the weights once they are loaded."""
-        return {} if config.model_config.quantization is None else {"runner": [HOOK]}
+        own = getattr(config.model_config, "checkpoint_quantization", None) is not None
+        return {} if own or config.model_config.quantization is None else {"runner": [HOOK]}
 
 
-def product_of(config: Any) -> tuple[str, str]:
+def product_of(config: Any, method: str) -> tuple[str, str]:
     """("module:function" that quantizes and packs a weight, why it is not the compiled one or "")."""
-    device, dtype = config.device_config, config.model_config.dtype
+    twin, compiled = METHODS[method]
+    return (twin, reason) if (reason := no_native(config)) else (compiled, "")
+
+
+def no_native(config: Any) -> str:
+    """Why no compiled product of quantized weights can be used; "" if it can."""
+    device = config.device_config
     if device.device != "cpu":
-        reason = f"there is no int8 kernel for --device {device.device}"
-    elif getattr(device, "linear_backend", "auto") == "torch":
-        reason = "--linear-backend torch"
-    elif dtype == "float16":
-        reason = "the compiled products take float32 or bfloat16, not float16"
-    else:
-        reason = load(NATIVE_PROBLEM)() or ""
-    if reason:
-        return f"{KERNELS}:TorchInt8Linear", reason
-    only = config.model_config.quantization == "int8_per_channel_weight_only"
-    return f"{KERNELS}:native_int8{'_weight_only' if only else ''}", ""
+        return f"there is no kernel of quantized weights for --device {device.device}"
+    if getattr(device, "linear_backend", "auto") == "torch":
+        return "--linear-backend torch"
+    if config.model_config.dtype == "float16":
+        return "the compiled products take float32 or bfloat16, not float16"
+    problem: str | None = load(NATIVE_PROBLEM)()
+    return problem or ""
 
 
 FEATURE = Feature(
     name="quantization",
-    help="weights of 8 bits",
+    help="weights of 8 or 4 bits",
     room=__package__,
     settings={"ModelConfig": Quantization, "VllmConfig": QuantizationFlags},
     after=("distributed", "lora"),

@@ -1,0 +1,1 @@
+"""Checkpoints whose matrices are quantized: GPTQ, AWQ, compressed-tensors, fp8."""

@@ -1,0 +1,140 @@
+"""Makes weights of a quantized checkpoint, while it is loaded (vLLM: `weight_loader` and QuantizeMethodBase of each format)."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stage03_engine.config import VllmConfig
+from stage03_engine.core.features.quantization.manifest import no_native
+from stage03_engine.core.features.quantized_checkpoints.readers import READERS, Grid, Parts, Reader
+from stage03_engine.core.hooks import RunnerHook
+from stage03_engine.core.model_runner import ModelRunner
+from stage03_engine.core.models.gpt2 import Conv1D
+from stage03_engine.core.models.layers import LanguageModel, Linear, check_finite
+from stage03_engine.core.models.registry import model_class
+from stage03_engine.errors import ConfigError
+from stage04_kernels.backends.int4_linear import Int4Weights, NativeInt4Linear, TorchInt4Linear
+from stagetrace import trace
+
+logger = logging.getLogger(__name__)
+
+
+class QuantizedCheckpointHook(RunnerHook):
+    """Installed for a checkpoint with a quantization_config. The first of the hooks: others see ordinary weights, and layers that multiply already.
+
+    Codes of four bits stay as they are, where one process has the whole layer and their groups lie along its inputs; all others become
+    weights in the model's number format.
+    """
+
+    def __init__(self, runner: ModelRunner, config: VllmConfig) -> None:
+        super().__init__(runner, config)
+        self._products: dict[str, Any] = {}  # layer in the model -> what multiplies by its codes
+        self._seen = {"layers": 0, "bytes_before": 0, "bytes_after": 0}
+        self._seconds = 0.0
+
+    def weights(self, tensors: Iterator[tuple[str, Tensor]], model: LanguageModel) -> Iterator[tuple[str, Tensor]]:
+        """Plain tensors as they are, then the matrix of each quantized layer that is not packed. Raises ConfigError, with the name of the layer, for one
+        that is not whole or does not fit."""
+        config, seen = self.config.model_config.checkpoint_quantization, self._seen
+        reader, layers = READERS[config["quant_method"]](config), self._layers()
+        found, biases = dict[str, dict[str, Tensor]](), dict[str, Tensor]()
+        for name, tensor in tensors:
+            layer, _, end = name.rpartition(".")
+            if reader.takes(end, tensor):
+                if found.setdefault(layer, {}).setdefault(end, tensor) is not tensor:
+                    raise ConfigError(f"the checkpoint has {name} twice")
+                seen["bytes_before"] += tensor.nbytes
+            elif not (end in reader.dropped or (end == "bias" and _is_filler(layers.get(_local(layer)), tensor))):
+                if end == "bias":
+                    biases[layer] = tensor
+                yield name, tensor
+        for layer in list(found):
+            started, local = time.monotonic(), _local(layer)
+            if (module := layers.get(local)) is None:
+                raise ConfigError(f"the checkpoint has a quantized layer that the model does not know: {layer}")
+            if reader.is_left_out(layer):
+                raise ConfigError(f"{layer} is quantized, but quantization_config leaves it out")
+            grid, turned = _read(reader, module, layer, found.pop(layer))
+            seen["layers"] += 1
+            if (codes := self._packable(grid, module, turned)) is not None:
+                self._products[local] = self._product(codes, biases.get(layer))
+                model.get_submodule(local).weight = None  # type: ignore[assignment]
+                seen["bytes_after"] += self._products[local].nbytes
+                self._seconds += time.monotonic() - started
+                continue
+            weight = grid.values().to(self.runner.dtype)
+            seen["bytes_after"] += weight.nbytes
+            self._seconds += time.monotonic() - started
+            yield f"{layer}.weight", weight.T.contiguous() if turned else weight
+
+    def model_loaded(self, model: LanguageModel) -> LanguageModel:
+        """The same model, whose packed layers multiply by their codes."""
+        for name, product in self._products.items():
+            layer = model.get_submodule(name)
+            assert isinstance(layer, Linear)
+            layer.multiply_by(product)
+        reason = no_native(self.config)
+        if self._products and reason:
+            logger.warning("int4 weights are widened for each product, which saves memory and no time: %s", reason)
+        if trace.on:
+            product = type(next(iter(self._products.values()), None)).__name__ if self._products else "dequantized"
+            method = self.config.model_config.checkpoint_quantization["quant_method"]
+            trace.emit(
+                "weights.quantized", method=method, product=product, layers=self._seen["layers"], bytes_before=self._seen["bytes_before"],
+                bytes_after=self._seen["bytes_after"], seconds=round(self._seconds, 4),
+            )  # fmt: skip
+        return model
+
+    def _packable(self, grid: Grid, module: nn.Module, turned: bool) -> Int4Weights | None:
+        """The codes, if a packed layer can multiply by them as they are."""
+        along_inputs = turned or not isinstance(module, Conv1D)
+        parallel = getattr(self.config, "parallel_config", None)
+        whole = parallel is None or parallel.world_size == 1
+        if not (whole and grid.bits == 4 and grid.zero is not None and along_inputs and isinstance(module, Linear)):
+            return None
+        codes, order, device = grid.codes, None, self.runner.device
+        if grid.group_of is not None:
+            if (order := grid.order()) is None:
+                return None
+            if torch.equal(order, torch.arange(len(order))):
+                order = None
+            else:
+                codes = codes[:, order]
+        scale, zero = grid.scale.float().contiguous().to(device), grid.zero.to(torch.uint8).contiguous().to(device)
+        return Int4Weights(codes.to(device), scale, zero, grid.group, None if order is None else order.to(device))
+
+    def _product(self, codes: Int4Weights, bias: Tensor | None) -> TorchInt4Linear | NativeInt4Linear:
+        bias = None if bias is None else bias.to(self.runner.device, self.runner.dtype, copy=True)
+        return TorchInt4Linear(codes, bias) if no_native(self.config) else NativeInt4Linear(codes, bias)
+
+    def _layers(self) -> dict[str, nn.Module]:
+        """The layers of the whole model, of which this worker may have a part: only their sizes are there."""
+        whole = self.config.shape.whole
+        with torch.device("meta"):
+            model = model_class(whole.architecture)(whole, self.config.device_config.attention_backend)
+        return {name: module for name, module in model.named_modules() if isinstance(module, (Linear, nn.Embedding))}
+
+
+def _read(reader: Reader, module: nn.Module, layer: str, tensors: dict[str, Tensor]) -> tuple[Grid, bool]:
+    """(the layer's matrix, whether the model stores it the other way round). Raises ConfigError."""
+    rows, columns = module.weight.shape  # type: ignore[misc]  # of a Linear or an Embedding
+    turned = isinstance(module, Conv1D) and not reader.as_stored
+    grid = reader.read(Parts(layer, tensors), *((columns, rows) if turned else (rows, columns)))
+    check_finite(f"the scale of {layer}", grid.scale)
+    return grid, turned
+
+
+def _local(layer: str) -> str:
+    """The layer's name in the model."""
+    return layer.removeprefix("model.").removeprefix("transformer.")
+
+
+def _is_filler(module: nn.Module | None, bias: Tensor) -> bool:
+    """Tools of GPTQ write biases of zeros for layers that have none (vLLM skips them too)."""
+    return isinstance(module, Linear) and module.bias is None and not bias.any()

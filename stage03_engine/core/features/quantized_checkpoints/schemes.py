@@ -1,0 +1,136 @@
+"""What `quantization_config` in a config.json says, checked before anything is loaded (vLLM: layers/quantization, each `from_config`).
+
+A key that changes what the numbers mean is read, or refused by name. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from stage03_engine.errors import ConfigError
+
+REFUSED = {
+    "bitsandbytes": "its matrices are compressed for bitsandbytes' own GPU kernels; serve the model that it was made of, with --quantization int4",
+    "gguf": "its weights lie in a file of llama.cpp's, not in safetensors; serve the model that it was made of, with --quantization int4",
+}
+FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+"""Of compressed-tensors."""
+
+
+class Settings:
+    """A quantization_config, read key by key. Every refusal names the file and the key."""
+
+    def __init__(self, path: Path, values: Mapping[str, Any], place: str = "quantization_config") -> None:
+        self.path, self.values, self.place = path, values, place
+
+    def refuse(self, message: str) -> NoReturn:
+        """Raise ConfigError about this object."""
+        raise ConfigError(f"{self.path}: {self.place}: {message}")
+
+    def only(self, key: str, *allowed: Any, names: tuple[str, ...] = ()) -> Any:
+        """The value of `key`, or of the first of its other names that is there: one of `allowed`, whose first is meant by a missing key."""
+        value = next((self.values[name] for name in (key, *names) if name in self.values), allowed[0])
+        if not any(value == one and type(value) is type(one) for one in allowed):
+            shown = ", ".join("none" if one is None else str(one) for one in allowed)
+            self.refuse(f"{key} = {str(value)[:80]!r} is not supported, only {shown}")
+        return value
+
+    def group_size(self, key: str = "group_size", *names: str) -> int:
+        """Inputs that share a scale; -1: all of them."""
+        value = next((self.values[name] for name in (key, *names) if name in self.values), None)
+        if type(value) is not int or not (value == -1 or 1 <= value < 2**31):
+            self.refuse(f"{key} must be -1 or a positive integer, not {value!r}")
+        return value
+
+    def inner(self, key: str) -> Settings:
+        """The object at `key`."""
+        value = self.values.get(key)
+        if not isinstance(value, dict):
+            self.refuse(f"{key} must be an object, not {str(value)[:80]!r}")
+        return Settings(self.path, value, f"{self.place}.{key}")
+
+
+def _check_gptq(given: Settings) -> None:
+    given.only("bits", 4, 8)
+    given.group_size()
+    given.only("desc_act", False, True)
+    given.only("sym", True, False)
+    given.only("checkpoint_format", "gptq", "gptq_v2")
+    given.only("is_marlin_format", False)
+    if any(not str(name).startswith("-:") for name in given.values.get("dynamic") or ()):
+        given.refuse("dynamic gives layers settings of their own, which is not supported")
+
+
+def _check_awq(given: Settings) -> None:
+    given.only("bits", 4, names=("w_bit",))
+    given.group_size("group_size", "q_group_size")
+    given.only("zero_point", True)
+    version = given.values.get("version", "gemm")
+    if str(version).lower() != "gemm":
+        given.refuse(f"version = {version!r} packs weights in another order; only gemm is supported")
+
+
+def _check_fp8(given: Settings) -> None:
+    given.only("activation_scheme", "dynamic", "static")
+    given.only("fmt", "e4m3", "float8_e4m3fn")
+    block = given.values.get("weight_block_size")
+    if block is not None and not (
+        isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
+    ):
+        given.refuse(f"weight_block_size must be two positive integers, not {block!r}")
+
+
+def _check_compressed(given: Settings) -> None:
+    groups = given.inner("config_groups")
+    given.only("quantization_status", "compressed")
+    for key in ("kv_cache_scheme", "transform_config"):
+        if given.values.get(key):
+            given.refuse(f"{key} is not supported")
+    if (given.values.get("sparsity_config") or {}).get("format", "dense") != "dense":
+        given.refuse("sparsity_config: sparse weights are not supported")
+    if not groups.values:
+        given.refuse("config_groups names no group")
+    for name in groups.values:
+        group = groups.inner(name)
+        format_ = group.values.get("format") or given.values.get("format")
+        if format_ not in FORMATS:
+            group.refuse(f"format {format_!r} is not supported, only {', '.join(FORMATS)}")
+        targets = group.values.get("targets")
+        if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+            group.refuse(f"targets must be a list of names, not {str(targets)[:80]!r}")
+        weights = group.inner("weights")
+        bits = (4, 8) if format_ == "pack-quantized" else (8,)
+        weights.only("num_bits", *reversed(bits))
+        kind = weights.only("type", "int", "float")
+        if (kind == "float") != (format_ == "float-quantized") and format_ != "naive-quantized":
+            weights.refuse(f"type {kind} does not go with format {format_}")
+        weights.only("symmetric", True, False)
+        strategy = weights.only("strategy", "channel", "tensor", "group", "block")
+        if strategy == "group":
+            weights.group_size()
+
+
+CHECKS: dict[str, Callable[[Settings], None]] = {
+    "gptq": _check_gptq,
+    "awq": _check_awq,
+    "compressed-tensors": _check_compressed,
+    "fp8": _check_fp8,
+}
+"""quant_method -> what refuses settings that its reader (readers.py) does not know."""
+
+
+def read_config(path: Path, values: dict[str, Any], key: str) -> dict[str, Any]:
+    """The quantization_config, at this key of a config.json, with its `quant_method` filled in. Raises ConfigError."""
+    found = values[key]
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path}: {key} must be an object, not {str(found)[:80]!r}")
+    method = found.get("quant_method", "compressed-tensors" if "config_groups" in found else None)
+    given = Settings(path, found, key)
+    if method in REFUSED:
+        given.refuse(f"quant_method {method} is not supported: {REFUSED[method]}")
+    if method not in CHECKS:
+        given.refuse(f"quant_method {str(method)[:80]!r} is not supported, only {', '.join(CHECKS)}")
+    CHECKS[method](given)
+    return found | {"quant_method": method}
