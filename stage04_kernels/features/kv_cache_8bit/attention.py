@@ -12,10 +12,13 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from stage04_kernels.attention import AttentionBackend, AttentionMetadata, Rotation
+from stage04_kernels.attention import AttentionBackend, AttentionMetadata, Rotation, load
 from stage04_kernels.features.kv_cache_8bit.cache import as_stored, read_blocks, write_kv_8bit
 from stage04_kernels.features.kv_cache_8bit.formats import KVFormat
 from stage04_kernels.paged_attention import PADDING_SLOT, rotated
+
+FAST = {"native": "stage04_kernels.features.kv_cache_8bit.native:native_attention_8bit"}
+"""Backend -> what reads and writes codes itself, made with (the slow twin, the format)."""
 
 
 @dataclass(frozen=True)
@@ -71,4 +74,8 @@ def through_a_copy(backend: AttentionBackend, kv_format: KVFormat) -> AttentionB
 
 def choose_attention(backend: AttentionBackend, name: str, kv_format: KVFormat) -> tuple[str, AttentionBackend]:
     """(which path, the attention) for the backend that is called `name`, over a cache of codes."""
-    return "copy", through_a_copy(backend, kv_format)
+    twin = through_a_copy(backend, kv_format)
+    if name not in FAST:
+        return "copy", twin
+    chosen: AttentionBackend = load(FAST[name])(twin, kv_format)
+    return name, chosen
