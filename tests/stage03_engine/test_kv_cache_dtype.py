@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from array import array
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -288,9 +289,9 @@ def test_heads_that_share_keys(name: str, llama: str) -> None:
 def test_embeddings(model: str) -> None:
     vectors = []
     for name in (AUTO, "int8"):
-        with LLM(model, kv_cache_dtype=name, convert="embed", num_gpu_blocks_override=60, **SMALL) as llm:
+        with LLM(model, kv_cache_dtype=name, runner="pooling", num_gpu_blocks_override=60, **SMALL) as llm:
             [output] = llm.encode([PROMPTS[0]], PoolingParams())
-            vectors.append(torch.tensor(output.data))
+            vectors.append(torch.tensor(array("f", output.result["pooled"][0])))
     assert 0.9999 < torch.cosine_similarity(*vectors, dim=0) <= 1.0001 and not torch.equal(*vectors)
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from stage04_kernels.attention import AttentionBackend
 from stage04_kernels.backends.native import library
 from stage04_kernels.backends.reference import reference_attention, write_kv_reference
-from stage04_kernels.features.kv_cache_8bit.attention import through_a_copy
+from stage04_kernels.features.kv_cache_8bit.attention import choose_attention, through_a_copy
 from stage04_kernels.features.kv_cache_8bit.cache import (
     as_stored,
     codes_of,
@@ -190,12 +191,10 @@ def test_the_compiled_path_is_the_compiled_backend_over_the_copy(
     torch.testing.assert_close(found, wanted, atol=allowed.atol, rtol=allowed.rtol)
 
 
-@NATIVE
+@pytest.mark.parametrize("backend", [pytest.param("native", marks=NATIVE), "triton-interpret"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_code_and_the_way_to_it_is_torchs(name: str) -> None:
-    """All codes, all numbers half-way between two of them, those beside these, and broken ones: written and read by native.cpp."""
-    from stage04_kernels.features.kv_cache_8bit.native import native_attention_8bit
-
+def test_every_code_and_the_way_to_it_is_torchs(name: str, backend: str) -> None:
+    """All codes, all numbers half-way between two of them, those beside these, and broken ones: written by native.cpp and by Triton."""
     kv_format = FORMATS[name]
     every = torch.arange(256, dtype=torch.uint8).view(getattr(torch, kv_format.dtype)).float()
     every = every[every.isfinite()].sort().values
@@ -207,15 +206,18 @@ def test_every_code_and_the_way_to_it_is_torchs(name: str) -> None:
         x = torch.cat([x, x * 1e-41, x * 3e-37, x * 1e33])
     else:
         x = x[:, None].expand(-1, 4)
-    case = make_attention_case([len(x)], [0], num_heads=1, num_kv_heads=1, head_dim=4)
-    case = replace(case, key=x[:, None], value=-x[:, None], kv_cache=empty(tuple(case.kv_cache.shape), kv_format))
+    heads = 64  # of a token
+    x = torch.cat([x, torch.zeros(-len(x) % heads, 4)]).view(-1, heads, 4)
+    case = make_attention_case([len(x)], [0], num_heads=heads, num_kv_heads=heads, head_dim=4)
+    case = replace(case, key=x, value=-x, kv_cache=empty(tuple(case.kv_cache.shape), kv_format))
     slow = case.kv_cache.clone()
-    twin = through_a_copy(reference_attention, kv_format)
-    run(native_attention_8bit(twin, kv_format), case)
+    path, attention = choose_attention(reference_attention, backend, kv_format)
+    run(attention, case)
     write_kv_8bit(case.key, case.value, slow, case.metadata.slot_mapping, kv_format)
     found, wanted = (
         read_blocks(each, torch.arange(each.shape[1]), kv_format, torch.float32) for each in (case.kv_cache, slow)
     )
+    assert path == backend
     torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
 
 
@@ -230,3 +232,28 @@ def test_a_row_does_not_depend_on_its_chunk(case: AttentionCase, kv_format: KVFo
     for start, end in pairwise(cuts):
         write_kv_8bit(case.key[start:end], case.value[start:end], parts, slots[start:end], kv_format)
     assert torch.equal(whole, parts)
+
+
+# Triton, interpreted
+
+
+@settings(max_examples=25)
+@given(cases, formats, st.sampled_from([1, 1, 4]), st.sampled_from(["wide", "narrow"]))
+def test_the_interpreted_kernels_are_the_twin(
+    case: AttentionCase, kv_format: KVFormat, num_splits: int, tiles: str
+) -> None:
+    from stage04_kernels.features.kv_cache_8bit import triton_kernels
+    from stage04_kernels.triton_kernels.paged_attention import paged_attention_triton
+    from stage04_kernels.triton_kernels.tiles import ATTENTION_TILES
+
+    codes, _ = coded(case, kv_format)
+    slow = replace(codes, kv_cache=codes.kv_cache.clone())
+    wanted = run(through_a_copy(reference_attention, kv_format), slow)
+    triton_kernels.write_kv_8bit_triton(case.key, case.value, codes.kv_cache, case.metadata.slot_mapping, kv_format)
+    assert torch.equal(codes.kv_cache, slow.kv_cache)
+    found = paged_attention_triton(
+        case.query, codes.kv_cache, case.metadata, case.scale, case.window, num_splits=num_splits,
+        tiles=replace(ATTENTION_TILES[tiles], upcast=True), launch=partial(triton_kernels._launch_8bit, kv_format=kv_format),
+    )  # fmt: skip
+    allowed = TOLERANCES[case.query.dtype]
+    torch.testing.assert_close(found, wanted, atol=allowed.atol, rtol=allowed.rtol)

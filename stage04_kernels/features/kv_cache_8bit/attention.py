@@ -17,7 +17,12 @@ from stage04_kernels.features.kv_cache_8bit.cache import as_stored, read_blocks,
 from stage04_kernels.features.kv_cache_8bit.formats import KVFormat
 from stage04_kernels.paged_attention import PADDING_SLOT, rotated
 
-FAST = {"native": "stage04_kernels.features.kv_cache_8bit.native:native_attention_8bit"}
+_HERE = "stage04_kernels.features.kv_cache_8bit."
+FAST = {
+    "native": _HERE + "native:native_attention_8bit",
+    "triton": _HERE + "triton_kernels:triton_attention_8bit",
+    "triton-interpret": _HERE + "triton_kernels:triton_attention_8bit",
+}
 """Backend -> what reads and writes codes itself, made with (the slow twin, the format)."""
 
 
