@@ -44,6 +44,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "plain products": {"linear_backend": "torch"},
     "int8": {"quantization": "int8"},
     "int4": {"quantization": "int4"},
+    "cache of 8 bits": {"kv_cache_dtype": "int8"},
     "batch invariant": {"batch_invariant": True},
     "eager": {"enforce_eager": True},
     "unbound": {"cpu_omp_threads_bind": "nobind"},
@@ -82,8 +83,8 @@ BY_VALUE = {
     for one in ("tensor parallel", "pipeline", "worker process")
 }
 """What a check refuses by the values of more than two settings -> what it says."""
-OTHER_TOKENS = ("int8", "int4", "plain products", "adapters")
-"""Other weights, other inputs of int8 products, one more request: those in a pair are the only ones that may change its tokens."""
+OTHER_TOKENS = ("int8", "int4", "cache of 8 bits", "plain products", "adapters")
+"""Other weights, other keys and values, other inputs of int8 products, one more request: those in a pair are the only ones that may change its tokens."""
 
 
 def requests_of(adapter: str | None) -> dict[str, tuple[list[int], SamplingParams]]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import psutil
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.kv_cache_manager import cdiv
 from stage03_engine.errors import ConfigError
+from stage03_engine.plugins import find
 from stagetrace import trace
 
 CPU_DEFAULT_BYTES = 4 << 30
@@ -19,18 +20,32 @@ NO_ROOM = (
     "there is not enough memory for {} KV-cache blocks; lower --kv-cache-memory-bytes or --num-gpu-blocks-override"
 )
 
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float": 4, "half": 2}
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float": 4, "half": 2, "uint8": 1}
+
+
+class HeadLayout(NamedTuple):
+    """How the KV cache holds one head's key, or value, of one token."""
+
+    format: str  # as a user names it
+    dtype: str  # of the cache's tensors
+    size: int  # so many of these
 
 
 def item_bytes(config: VllmConfig) -> int:
-    """Bytes of one number of the weights and the KV cache."""
+    """Bytes of one number of the weights."""
     return _ITEM_BYTES[config.model_config.dtype]
+
+
+def head_layout(config: VllmConfig) -> HeadLayout:
+    """The numbers of the model's own format, unless a feature keeps them in another one. Tensors and memory plans both follow from it."""
+    own, dtype = find("engine", "head_layout"), config.model_config.dtype
+    return HeadLayout(*(own and own(config)) or (dtype, dtype, config.shape.head_dim))
 
 
 def kv_block_bytes(config: VllmConfig) -> int:
     """Bytes of one KV-cache block over all layers: keys and values."""
-    shape = config.shape
-    per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * item_bytes(config)
+    shape, layout = config.shape, head_layout(config)
+    per_token = 2 * shape.num_layers * shape.num_kv_heads * layout.size * _ITEM_BYTES[layout.dtype]
     return per_token * config.cache_config.block_size
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.hooks import RunnerHook, install
 from stage03_engine.core.input_batch import InputBatch, StepInputs, prepare_inputs
+from stage03_engine.core.kv_cache_size import head_layout
 from stage03_engine.core.models.layers import LanguageModel
 from stage03_engine.core.models.loader import get_model
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
@@ -52,10 +53,10 @@ class ModelRunner:
             self.model = hook.model_loaded(self.model)
 
     def new_kv_caches(self, num_blocks: int, device: torch.device) -> list[Tensor]:
-        """One [2, num_blocks, block_size, num_kv_heads, head_dim] tensor per layer."""
-        shape = self.config.shape
-        size = (2, num_blocks, self.block_size, shape.num_kv_heads, shape.head_dim)
-        return [_zeros(size, self.dtype, device) for _ in range(shape.num_layers)]
+        """One [2, num_blocks, block_size, num_kv_heads, head_dim] tensor per layer; a feature may hold heads in other sizes."""
+        shape, layout = self.config.shape, head_layout(self.config)
+        size = (2, num_blocks, self.block_size, shape.num_kv_heads, layout.size)
+        return [_zeros(size, getattr(torch, layout.dtype), device) for _ in range(shape.num_layers)]
 
     def initialize_kv_cache(self, num_blocks: int) -> None:
         """Allocate the KV cache."""

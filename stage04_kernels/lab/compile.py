@@ -15,7 +15,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,12 @@ from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 
+from stage04_kernels.features.kv_cache_8bit import triton_kernels as codes
+from stage04_kernels.features.kv_cache_8bit.formats import FORMATS
 from stage04_kernels.triton_kernels import kv_write, layers, logprobs, one_head, paged_attention, sampler
 from stage04_kernels.triton_kernels.tiles import NARROW
 
-POINTERS = {"f32": "*fp32", "bf16": "*bf16", "f16": "*fp16", "i32": "*i32", "i64": "*i64", "i8": "*i8"}
+POINTERS = {"f32": "*fp32", "bf16": "*bf16", "f16": "*fp16", "i32": "*i32", "i64": "*i64", "i8": "*i8", "u8": "*u8"}
 MIN_KV_BUFFERS = 2
 """Tiles of keys, and of values, in shared memory: one is read while the others are on their way."""
 
@@ -144,6 +146,35 @@ def attention_variants(dtype: str = "bf16") -> Iterator[Variant]:
     constants = {"HEAD_DIM": 128, "PADDED_DIM": 128, "NUM_SPLITS": 16}
     types = {"out_ptr": "x", "part_ptr": "f32", "part_lse_ptr": "f32"}
     yield Variant("reduce_splits", paged_attention._reduce_splits, constants, types, num_warps=1, dtype=dtype)
+
+
+def code_variants(dtype: str = "bf16") -> Iterator[Variant]:
+    """The KV cache of 8 bits: decodes and prefills over the two kinds of code, with scales and without, and the write."""
+    memory = dict.fromkeys(("key_ptr", "value_ptr"), "u8")
+    for name in ("int8_per_token_head", "fp8_e4m3"):
+        kv_format = FORMATS[name]
+        format_ = {"MANTISSA": codes.MANTISSA[kv_format.dtype], "HAS_SCALES": kv_format.has_scales}
+        scales = dict.fromkeys(("key_scale_ptr", "value_scale_ptr"), "f32" if kv_format.has_scales else "u8")
+        for what, head_dim, group, max_query_len in (
+            ("decode", 64, 1, 1), ("prefill", 64, 1, 512), ("decode", 128, 4, 1), ("prefill", 128, 4, 512),
+        ):  # fmt: skip
+            plain = _attention_variant("", head_dim, group, max_query_len, dtype=dtype)
+            block = {"NUM_KV_HEADS": 8, "BLOCK_BYTES": 16 * 8 * kv_format.head_bytes(head_dim)}
+            yield replace(
+                plain, name=f"paged_attention {what} {head_dim}, {name}", kernel=codes._paged_attention_8bit,
+                constants=plain.constants | block | format_, types=plain.types | memory | scales,
+            )  # fmt: skip
+        write: dict[str, Any] = {
+            "NUM_KV_HEADS": 8,
+            "HEAD_DIM": 128,
+            "PADDED_KV_HEADS": 8,
+            "PADDED_DIM": 128,
+            "BLOCK_SIZE": 16,
+        }
+        write |= {"BLOCK_BYTES": 16 * 8 * kv_format.head_bytes(128), "LARGEST": kv_format.largest, **format_}
+        types = {"key_ptr": "x", "value_ptr": "x", "slot_mapping_ptr": "i64"} | scales
+        types |= dict.fromkeys(("key_cache_ptr", "value_cache_ptr"), "u8")
+        yield Variant(f"write_kv, {name}", codes._write_kv_8bit, write, types, dtype=dtype)
 
 
 def other_variants(dtype: str = "bf16") -> Iterator[Variant]:

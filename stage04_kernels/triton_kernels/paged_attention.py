@@ -20,6 +20,8 @@ sum (log-sum-exp), and `_reduce_splits` weighs the parts by these.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 import triton
@@ -222,11 +224,13 @@ def paged_attention_triton(
     *,
     num_splits: int | None = None,
     tiles: AttentionTiles = DEFAULT_TILES,
+    launch: Callable[..., None] | None = None,
 ) -> Tensor:
     """Attention of a step's query tokens over the paged cache. Arguments as in `AttentionBackend`; also
 
     num_splits  programs that share one row's keys, a power of two; None = chosen from batch and chip
     tiles       how the batch is cut
+    launch      of another kernel over the same tiles, for a cache of another form; called as `_launch` is
 
     Padding rows of the query come out as zeros.
     """
@@ -243,12 +247,13 @@ def paged_attention_triton(
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
     if len(plan[0]) == 0:
         return out
+    launch = launch or _launch
     if num_splits == 1:
-        _launch(out, out, query, kv_cache, metadata, plan, scale, window, 1, tile, tiles)
+        launch(out, out, query, kv_cache, metadata, plan, scale, window, 1, tile, tiles)
         return out
     part = torch.zeros(num_tokens, num_heads, num_splits, head_dim, device=query.device)
     part_lse = torch.zeros(num_tokens, num_heads, num_splits, device=query.device)
-    _launch(part, part_lse, query, kv_cache, metadata, plan, scale, window, num_splits, tile, tiles)
+    launch(part, part_lse, query, kv_cache, metadata, plan, scale, window, num_splits, tile, tiles)
     _reduce_splits[(num_tokens * num_heads,)](
         out, part, part_lse, HEAD_DIM=head_dim, PADDED_DIM=padded_dim, NUM_SPLITS=num_splits, num_warps=1,
     )  # fmt: skip

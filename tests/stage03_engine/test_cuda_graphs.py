@@ -142,6 +142,8 @@ def test_what_a_replay_would_not_repeat_is_refused() -> None:
         record(lambda: x * float(x.sum()))
     with pytest.raises(NotRecordableError, match="pack_float32"):
         record(lambda: NativeLinear(x)(torch.ones(1, 3)))
+    with pytest.raises(NotRecordableError, match="index cannot"):
+        record(lambda: x[x[:, 0] > 5])
     replay = record(lambda: x.clone().add_(1).view(-1)[:4] * 2)
     x.fill_(3)
     assert replay().tolist() == [8.0] * 4, "a replay reads what its inputs hold now"

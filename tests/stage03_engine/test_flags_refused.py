@@ -20,8 +20,8 @@ BENCH_SERVE = (["bench", "serve"],)
 CASES = [
     (ENGINE, "--trust-remote-code", True), (ENGINE, "--no-trust-remote-code", True), (ENGINE, "--enable-sleep-mode", False),
     (ENGINE, "--disable-sleep-mode", True), (ENGINE, "--max-loras 1", True), (ENGINE, "--max_loras=1.0", True),
-    (ENGINE, "--max-loras 2", True), (ENGINE, "--lora-dtype half", False), (ENGINE, "--kv-cache-dtype auto", True),
-    (ENGINE, "--kv-cache-dtype fp8", False), (BENCH_SERVE, "--trust-remote-code", True),
+    (ENGINE, "--max-loras 2", True), (ENGINE, "--lora-dtype half", False),
+    (ENGINE, "--kv-cache-dtype-skip-layers 0", False), (BENCH_SERVE, "--trust-remote-code", True),
     (BENCH_SERVE, "--lora-modules a=b", False), (BENCH_SERVE, "--hf-split train", False),
 ]  # fmt: skip
 

@@ -63,7 +63,7 @@ REFUSED = {
     "--disable-frontend-multiprocessing": "--in-process",
     "--tool-call-parser llama4 --enable-auto-tool-choice": "there are hermes",
     "--reasoning-parser kimi": "there are",
-    "--kv-cache-dtype fp8": "the KV cache has the dtype of --dtype",
+    "--kv-cache-dtype nvfp4": "the KV cache has the number format of dtype",
     "--quantization fp8": "int8",
     "--speculative-model gpt2": "--speculative-config",
     "--worker-use-ray": "--distributed-executor-backend ray",

@@ -11,6 +11,7 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -61,6 +62,12 @@ def record(run: Run) -> Run:
     return replay
 
 
+def _picks_by_mask(args: Any) -> bool:
+    """Is a tensor indexed by a mask? How many numbers that picks is known only when it runs, so a replay cannot have room for them."""
+    indices = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else ()
+    return any(isinstance(index, Tensor) and index.dtype == torch.bool for index in indices)
+
+
 def _is_view_of(result: Any, base: Any) -> bool:
     """Does every tensor of `result` lie in the memory of the tensor `base`?"""
     parts = result if isinstance(result, (list, tuple)) else [result]
@@ -97,7 +104,7 @@ class _Recorder(TorchDispatchMode):
         name, changes = func._schema.name, func._schema.is_mutable
         if (func.is_view and _is_view_of(result, args[0])) or name.removeprefix("aten::") in _NEW_MEMORY:
             return result
-        if not name.startswith(("aten::", "mkldnn::")) or not isinstance(result, Tensor):
+        if not name.startswith(("aten::", "mkldnn::")) or not isinstance(result, Tensor) or _picks_by_mask(args):
             raise NotRecordableError(f"{name} cannot be recorded")
         if result.numel():
             self._end_of_calls()

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <new>
 #include <type_traits>
 #include <utility>
@@ -641,10 +642,87 @@ void pack_int4(const uint8_t* codes, uint8_t* packed, long inputs, long outputs,
 }
 }
 
+static inline floats load(const float* x) { return *(const any_floats*)x; }
+
+static inline void store(float* to, floats x) { *(any_floats*)to = x; }
+
+// Codes: numbers of 8 bits in the KV cache
+//
+// A block of codes is [block_size, kv_heads, dim], and behind it are float32 scales [block_size, kv_heads], if the format has any. Rounding
+// is to the nearest, ties to even, as in torch: what is written, and what is read, is the slow twin's, bit for bit.
+
+typedef int8_t bytes __attribute__((vector_size(V)));
+
+struct Int8 {
+  static constexpr float LARGEST = 127.0f;
+  static floats decode(ints code) { return __builtin_convertvector(code, floats); }
+  static int8_t encode(float x) { return int8_t(std::nearbyint(x)); }
+};
+
+// A sign, E bits of an exponent, M of a mantissa. Above LARGEST there is NaN, and in E5M2 infinity, which is never written.
+template <int E, int M> struct Fp8 {
+  static constexpr int BIAS = (1 << (E - 1)) - 1, LAST = E == 4 ? 0x7e : 0x7b;  // the code of LARGEST
+  static constexpr float LARGEST = E == 4 ? 448.0f : 57344.0f, SMALLEST_NORMAL = 1.0f / (1 << (BIAS - 1));
+
+  static floats decode(ints code) {
+    const ints rest = code & 0x7f, bits = rest << (23 - M);
+    // Without an exponent the mantissa counts in steps: it gets the smallest normal number's exponent, and loses that number again.
+    const floats normal = (floats)(bits + ((127 - BIAS) << 23)), below = (floats)(bits + ((128 - BIAS) << 23)) - SMALLEST_NORMAL;
+    floats x = rest < (1 << M) ? below : normal;
+    x = rest > LAST ? floats{} + NAN : x;
+    return (floats)((ints)x | (code & 0x80) << 24);
+  }
+
+  static int8_t encode(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    const uint32_t sign = bits >> 24 & 0x80;
+    bits &= 0x7fffffff;
+    if (bits > 0x7f800000) return int8_t(sign | 0x7f);  // NaN
+    if (std::fabs(x) < SMALLEST_NORMAL) return int8_t(sign | uint32_t(std::nearbyint(std::fabs(x) * (1 << (BIAS - 1 + M)))));
+    bits += (1u << (22 - M)) - 1 + (bits >> (23 - M) & 1);
+    return int8_t(sign | ((bits >> (23 - M)) - ((127 - BIAS) << M)));
+  }
+};
+
+// One head of one token as float32, times its scale, with zeros up to `wide`.
+template <class F> static void decode_head(const int8_t* codes, float scale, float* to, long dim, long wide) {
+  for (long d = 0; d < wide; d += V) {
+    bytes part = {};
+    std::memcpy(&part, codes + d, std::max(0L, std::min<long>(V, dim - d)));
+    store(to + d, F::decode(__builtin_convertvector(part, ints)) * scale);
+  }
+}
+
+template <class F> static void encode_head(const float* x, int8_t* codes, float* scale, long dim) {
+  float step = 1.0f;
+  if (scale) {
+    float peak = 0.0f;
+    for (long d = 0; d < dim && peak == peak; d++) peak = std::fabs(x[d]) <= peak ? peak : std::fabs(x[d]);  // NaN stays
+    step = peak / F::LARGEST;
+    *scale = step = step < 1.17549435e-38f ? 0.0f : step;
+  }
+  for (long d = 0; d < dim; d++) {
+    float number = step == 0.0f ? 0.0f : x[d] / step;
+    number = number > F::LARGEST ? F::LARGEST : number;
+    codes[d] = F::encode(number < -F::LARGEST ? -F::LARGEST : number);
+  }
+}
+
+struct Coding {
+  void (*decode)(const int8_t* codes, float scale, float* to, long dim, long wide);
+  void (*encode)(const float* x, int8_t* codes, float* scale, long dim);
+};
+static const Coding CODINGS[] = {
+    {decode_head<Int8>, encode_head<Int8>},
+    {decode_head<Fp8<4, 3>>, encode_head<Fp8<4, 3>>},
+    {decode_head<Fp8<5, 2>>, encode_head<Fp8<5, 2>>},
+};
+
 // Paged attention
 //
-// The cache of one layer's keys, and that of its values, is [num_blocks, block_size, kv_heads, dim]; a request's blocks are in its
-// row of the block table. An item of work is a tile of query rows of one request that read the same key/value head. It
+// The cache of one layer's keys, and that of its values, is [num_blocks, block_size, kv_heads, dim], or codes as above; a request's blocks
+// are in its row of the block table. An item of work is a tile of query rows of one request that read the same key/value head. It
 // runs through the context in spans of SPAN positions: the keys of a span are copied side by side as float32, then its values, and
 // each row takes what it sees of them. The softmax is the online one (Milakov and Gimelshein 2018; FlashAttention, Dao et al.
 // 2022): no score is kept longer than its span. Source of the tiles: FlashAttention-2, Dao 2023.
@@ -656,10 +734,6 @@ constexpr int SPAN = 64, TILE = 64;
 constexpr int KEYS = V < 8 ? 8 : V;  // scored side by side: enough sums that no multiply-add waits for the one before
 constexpr int ROWS = 3;  // mixed side by side
 constexpr int FEW = 3;  // with so few rows the copies cost more than they save: keys and values are taken where they lie
-
-static inline floats load(const float* x) { return *(const any_floats*)x; }
-
-static inline void store(float* to, floats x) { *(any_floats*)to = x; }
 
 #if defined(__has_builtin) && __has_builtin(__builtin_shufflevector)
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -695,6 +769,21 @@ template <class T> struct Attention {
   const int32_t *starts, *lengths, *table;  // first query row and length of the context of each request; its blocks
   long query_row, table_row, block_size, heads, kv_heads, dim, window;
   float scale;
+  const Coding* coding = nullptr;  // keys and values are codes, whatever their type says
+  long scale_bytes = 0;  // of one head of one token: 4 or 0
+
+  // Where a head of a token lies.
+  const T* place(const T* cache, int64_t block, long offset, long head) const {
+    return cache + ((block * block_size + offset) * kv_heads + head) * dim;
+  }
+
+  // The same among codes, and where its scale lies.
+  template <class P> P* code_place(P* cache, int64_t block, long offset, long head) const {
+    return cache + block * (block_size * kv_heads * (dim + scale_bytes)) + (offset * kv_heads + head) * dim;
+  }
+  template <class P> P* scale_place(P* cache, int64_t block, long offset, long head) const {
+    return cache + (block + 1) * (block_size * kv_heads * (dim + 4)) + ((offset - block_size) * kv_heads + head) * 4;
+  }
 };
 
 // scores[k] = query . key k for `count` keys, rounded up to whole vectors.
@@ -785,10 +874,14 @@ template <class T> struct Reader {
     const long row = a.kv_heads * a.dim;
     for (long p = low / KEYS * KEYS; p < high;) {
       const long offset = p % a.block_size, count = std::min(a.block_size - offset, high - p);
-      const T* data = cache + (blocks[p / a.block_size] * a.block_size + offset) * row + head * a.dim;
+      const int64_t block = blocks[p / a.block_size];
+      const T* data = a.place(cache, block, offset, head);
       ahead(p, count);
       if (in_place)
         use(data, row, int(p - at), int(p - at + count));
+      else if (a.coding)
+        for (long i = std::max(0L, low - p); i < count; i++)
+          decode((const int8_t*)cache, block, offset + i, span + (p - at + i) * wide);
       else
         for (long i = std::max(0L, low - p); i < count; i++) copy(data + i * row, span + (p - at + i) * wide);
       p += count;
@@ -798,11 +891,19 @@ template <class T> struct Reader {
 
   // Asks the memory for some positions of a head. A head's numbers lie far apart, and no processor guesses the way from one to the next.
   void call_for(const T* cache, long of_head, long from, long to) {
-    const long row = a.kv_heads * a.dim;
+    const long num_bytes = a.coding ? a.dim : a.dim * sizeof(T);
     for (long p = from; p < to; p++) {
-      const T* data = cache + (blocks[p / a.block_size] * a.block_size + p % a.block_size) * row + of_head * a.dim;
-      for (long d = 0; d < a.dim; d += 64 / sizeof(T)) __builtin_prefetch(data + d);
+      const int64_t block = blocks[p / a.block_size];
+      const auto* data = a.coding ? a.code_place((const int8_t*)cache, block, p % a.block_size, of_head)
+                                  : (const int8_t*)a.place(cache, block, p % a.block_size, of_head);
+      for (long d = 0; d < num_bytes; d += 64) __builtin_prefetch(data + d);
     }
+  }
+
+  void decode(const int8_t* cache, int64_t block, long offset, float* to) {
+    float scale = 1.0f;
+    if (a.scale_bytes) std::memcpy(&scale, a.scale_place(cache, block, offset, head), 4);
+    a.coding->decode(a.code_place(cache, block, offset, head), scale, to, a.dim, wide);
   }
 
   // One head's numbers as float32, in the order of `unpack`, with zeros up to `wide`.
@@ -825,7 +926,7 @@ static void attend_tile(const Attention<T>& a, long request, long head, long fir
   float *span = work, *queries = span + SPAN * wide, *mixed = queries + TILE * wide, *weights = mixed + TILE * wide;
   float largest[TILE], total[TILE];
   long begin[TILE] = {}, end[TILE] = {};
-  const bool in_place = rows <= FEW && a.dim % NR == 0 && a.block_size % KEYS == 0;
+  const bool in_place = !a.coding && rows <= FEW && a.dim % NR == 0 && a.block_size % KEYS == 0;
   Reader<T> reader{a, a.table + request * a.table_row, head, wide, in_place, span};
   for (int r = 0; r < rows; r++) {
     const long token = (first + r) / group, place = (head * group + (first + r) % group) * a.dim;
@@ -886,6 +987,15 @@ static void attend_tile(const Attention<T>& a, long request, long head, long fir
   }
 }
 
+// All heads of one token into a cache of codes; the model's numbers are float32 then.
+template <class T> static void encode(const Attention<T>& a, const T* from, T* cache, int64_t slot) {
+  const int64_t block = slot / a.block_size, offset = slot % a.block_size;
+  for (long head = 0; head < a.kv_heads; head++) {
+    int8_t* scale = a.scale_bytes ? a.scale_place((int8_t*)cache, block, offset, head) : nullptr;
+    a.coding->encode((const float*)from + head * a.dim, a.code_place((int8_t*)cache, block, offset, head), (float*)scale, a.dim);
+  }
+}
+
 // Keys and values of the step go to their slots; a slot of -1 is padding. Then all queries attend.
 template <class T>
 static void attention(
@@ -909,8 +1019,13 @@ static void attention(
 #pragma omp for
       for (long token = 0; token < num_tokens; token++)
         if (slots[token] >= 0) {
-          std::copy_n(key + token * key_row, row, keys + slots[token] * row);
-          std::copy_n(value + token * value_row, row, values + slots[token] * row);
+          if (a.coding) {
+            encode(a, key + token * key_row, keys, slots[token]);
+            encode(a, value + token * value_row, values, slots[token]);
+          } else {
+            std::copy_n(key + token * key_row, row, keys + slots[token] * row);
+            std::copy_n(value + token * value_row, row, values + slots[token] * row);
+          }
         }
     float* work = new (std::align_val_t(64)) float[work_size]();
 #pragma omp for schedule(dynamic, std::max(1L, std::min(a.kv_heads, num_items / (4 * threads))))
@@ -931,6 +1046,18 @@ extern "C" {
   }
 ATTENTION(float, float32)
 ATTENTION(bfloat16, bfloat16)
+
+void attention_codes(
+    const float* query, const float* key, const float* value, void* keys, void* values, float* out, const int32_t* starts,
+    const int32_t* lengths, const int32_t* table, const int64_t* slots, long num_tokens, long num_requests, long query_row,
+    long key_row, long value_row, long table_row, long block_size, long heads, long kv_heads, long dim, long window, float scale,
+    int threads, long scale_bytes, int coding
+) {
+  float *own_keys = (float*)keys, *own_values = (float*)values;
+  attention<float>({query, own_keys, own_values, out, starts, lengths, table, query_row, table_row, block_size, heads, kv_heads, dim,
+                    window, scale, &CODINGS[coding], scale_bytes},
+                   key, value, key_row, value_row, slots, own_keys, own_values, num_tokens, num_requests, threads);
+}
 }
 
 // Norms and activations
@@ -1139,6 +1266,7 @@ RECORDABLE(linear_int8_by_16_bf16)
 RECORDABLE(linear_int4)
 RECORDABLE(linear_int4_bf16)
 RECORDABLE_BOTH(attention)
+RECORDABLE(attention_codes)
 RECORDABLE_BOTH(norm)
 RECORDABLE_BOTH(gelu)
 RECORDABLE_BOTH(silu_and_mul)

@@ -39,7 +39,7 @@ class BlockCopiesHook(RunnerHook):
             return
         for block, data in transfers.loads:
             # [num_layers, 2, block_size, num_kv_heads, head_dim]
-            layers = torch.frombuffer(bytearray(data), dtype=self.runner.dtype).view(
+            layers = torch.frombuffer(bytearray(data), dtype=self.runner.kv_caches[0].dtype).view(
                 len(self.runner.kv_caches), 2, *self._of(block, 0).shape[1:]
             )
             for number, layer in enumerate(layers):

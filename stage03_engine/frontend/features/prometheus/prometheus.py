@@ -233,7 +233,7 @@ class CacheConfigInfo(Collector):
         """A sample for each engine that has said how many blocks it has."""
         config, cache = self._engine.vllm_config, self._engine.vllm_config.cache_config
         settings = {name: getattr(cache, name) for name in CACHE_SETTINGS if hasattr(cache, name)} | {
-            "cache_dtype": "auto"
+            "cache_dtype": getattr(cache, "kv_cache_dtype", "auto")
         }
         names = [*settings, *capacity(config, 0), "engine"]
         metric = GaugeMetricFamily("vllm:cache_config_info", "Settings and size of the KV cache.", labels=names)

@@ -1,0 +1,1 @@
+"""`--kv-cache-dtype`: keys and values of 8 bits."""

@@ -1,0 +1,1 @@
+"""Keys and values of 8 bits in the paged cache."""
