@@ -10,6 +10,7 @@ import psutil
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.kv_cache_manager import cdiv
 from stage03_engine.errors import ConfigError
+from stage03_engine.mixins import each
 from stagetrace import trace
 
 CPU_DEFAULT_BYTES = 4 << 30
@@ -30,8 +31,9 @@ def item_bytes(config: VllmConfig) -> int:
 def kv_block_bytes(config: VllmConfig) -> int:
     """Bytes of one KV-cache block over all layers: keys and values."""
     shape = config.shape
-    per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * item_bytes(config)
-    return per_token * config.cache_config.block_size
+    numbers = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
+    numbers += sum(more(config) for more in each(VllmConfig, "kv_per_token"))
+    return numbers * item_bytes(config) * config.cache_config.block_size
 
 
 class MeasuresMemory(Protocol):
