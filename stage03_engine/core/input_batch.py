@@ -94,9 +94,9 @@ class InputBatch:
         self.token_ids[at, places] = token_ids
         self.num_tokens[at] = places + 1
 
-    def tokens_of(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """The prompt and the output of a row: views of its token ids."""
-        end, split = self.num_tokens[row], self.requests[row].num_prompt_tokens
+    def tokens_of(self, row: int, ahead: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """The prompt and the output of a row, with the first `ahead` of its drafts: views of its token ids."""
+        end, split = self.num_tokens[row] + ahead, self.requests[row].num_prompt_tokens
         return self.token_ids[row, :split], self.token_ids[row, split:end]
 
     def remove(self, request_id: str) -> None:

@@ -14,6 +14,7 @@ from stage03_engine.core.features.spec_decode.ngram_proposer import NgramPropose
 from stage03_engine.core.features.spec_decode.verifier import free_of_history, needs_history
 from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import struct_of
+from stage03_engine.params.logits_rules import LogitsRules
 from stage03_engine.params.structured_outputs import StructuredOutputsParams
 from stage03_engine.sampling_params import SamplingParams
 
@@ -67,7 +68,7 @@ def test_what_acts_on_a_step_gets_no_drafts_unless_its_feature_says_so(name: str
 
 
 def test_what_needs_no_history() -> None:
-    assert {"logit_bias", "allowed_token_ids", "prompt_logprobs"} == free_of_history()
+    assert {*LogitsRules.HOOKS, "prompt_logprobs"} == free_of_history()
     plain = SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, seed=1, logprobs=3, stop=["a"], lora="x")
     assert not needs_history(plain)
 

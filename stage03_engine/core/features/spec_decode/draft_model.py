@@ -31,6 +31,7 @@ from stage03_engine.core.input_batch import StepInputs, gather_inputs
 from stage03_engine.core.model_runner import ModelRunner
 from stage03_engine.core.models.layers import LanguageModel
 from stage03_engine.core.sched_output import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from stage04_kernels.features.rejection_sampler import propose, reject_rows
 from stage04_kernels.sampler import SamplerOutput, SamplingMetadata, sample
 from stagetrace import trace
 
@@ -46,9 +47,10 @@ class DraftModelHook(DraftVerifier):
         self.draft.batch = runner.batch  # the tokens and the blocks of the target
         self.most = config.speculative_config.num_speculative_tokens
         self.by_batch_size = config.speculative_config.num_speculative_tokens_per_batch_size
-        self.coupled = config.speculative_config.draft_sample_method == "coupled"
+        self.method = config.speculative_config.draft_sample_method
         self.context = self.draft.config.max_model_len
         self._computed: dict[str, int] = {}  # request id -> of how many of its tokens the draft has keys and values
+        self._probs: dict[str, list[Tensor]] = {}  # probabilistic: what each draft of the step was drawn from, [vocab]
 
     # Start
 
@@ -86,6 +88,7 @@ class DraftModelHook(DraftVerifier):
                 self._computed.pop(request_id, None)
         lengths = {request_id: len(places) for request_id, places in scheduled.items()}
         drafts: dict[str, list[int]] = {request_id: [] for request_id in lengths}
+        self._probs = {request_id: [] for request_id in lengths}
         passes = self._follow(lengths, drafts, scheduler_output)
         while self._extend(lengths, drafts, scheduler_output):
             passes += 1
@@ -142,11 +145,20 @@ class DraftModelHook(DraftVerifier):
             return
         inputs.ahead = [len(drafts[names[place]]) for place in sampled]
         logits = self.draft.model.compute_logits(hidden[inputs.logits_indices])
-        metadata = self._settings(inputs, scheduler_output)
-        token_ids = sample(logits, metadata, self.config.device_config.attention_backend).sampled_token_ids.tolist()
-        for place, row, ahead, token_id in zip(sampled, inputs.sampled, inputs.ahead, token_ids):
-            drafts[names[place]].append(token_id)
-            batch.token_ids[row, batch.num_tokens[row] + ahead] = token_id
+        token_ids, probs = self._choose(logits, self._settings(inputs, scheduler_output))
+        for number, place in enumerate(sampled):
+            name, row, ahead = names[place], inputs.sampled[number], inputs.ahead[number]
+            drafts[name].append(token_ids[number])
+            batch.token_ids[row, batch.num_tokens[row] + ahead] = token_ids[number]
+            if probs is not None:
+                self._probs[name].append(probs[number])
+
+    def _choose(self, logits: Tensor, metadata: SamplingMetadata) -> tuple[list[int], Tensor | None]:
+        """A draft for each row of logits, and for the textbook's rejection what it was drawn from."""
+        if self.method == "probabilistic":
+            tokens, probs = propose(logits, metadata)
+            return tokens.tolist(), probs
+        return sample(logits, metadata, self.config.device_config.attention_backend).sampled_token_ids.tolist(), None
 
     def _forward(self, inputs: StepInputs) -> Tensor:
         """The draft's hidden states [num_tokens, hidden_size], through the hooks that make it fast."""
@@ -156,15 +168,33 @@ class DraftModelHook(DraftVerifier):
         return run(inputs)
 
     def _settings(self, inputs: StepInputs, scheduler_output: SchedulerOutput) -> SamplingMetadata:
-        """Coupled: the target's own, down to the noise, which depends on the request's seed and the position. Where both models agree on the
-        probabilities they then draw the same token, at any temperature."""
-        if not self.coupled:
+        """How the draft is sampled: as the target. Coupled, that goes down to the noise, which depends on the request's seed and the position:
+        where both models agree on the probabilities they draw the same token, at any temperature."""
+        if self.method == "greedy":
             return SamplingMetadata.greedy(len(inputs.sampled), self.runner.device)
         metadata = self.runner.sampling_metadata(inputs)
         for hook in self.runner.hooks:
-            if not hook.observes:
+            if hook is not self and not hook.observes:
                 metadata = hook.sampling_metadata(metadata, inputs, scheduler_output)
         return replace(metadata, max_num_logprobs=None, named={})
+
+    def sampling_metadata(
+        self, metadata: SamplingMetadata, inputs: StepInputs, scheduler_output: SchedulerOutput
+    ) -> SamplingMetadata:
+        """Probabilistic: positions with a draft are not sampled, the textbook decides about them. The transform comes after the rules, and
+        logprobs are taken before it."""
+        if self.method != "probabilistic" or not self.drafts:
+            return metadata
+        names = [self.runner.batch.request_ids[row] for row in inputs.sampled]
+        places = list(zip(names, inputs.ahead, strict=True))
+        rows = [row for row, (name, ahead) in enumerate(places) if ahead < len(self.drafts.get(name, ()))]
+        probs = torch.stack([self._probs[places[row][0]][places[row][1]] for row in rows])
+        drafts = torch.tensor([self.drafts[places[row][0]][places[row][1]] for row in rows], device=probs.device)
+
+        def textbook(logits: Tensor, _: list[int]) -> Tensor:
+            return reject_rows(logits, metadata, rows, probs, drafts)
+
+        return replace(metadata, before=[*metadata.before, textbook])
 
     def after_sample(self, sampled: dict[str, list[int]], output: SamplerOutput, inputs: StepInputs) -> None:
         """Of the draft's own keys and values, those of rejected drafts do not count either."""

@@ -35,8 +35,9 @@ COUNTS = {
     "spec_decode_num_drafts": "Steps in which a request had drafts.",
     "spec_decode_num_draft_tokens": "Draft tokens verified.",
     "spec_decode_num_accepted_tokens": "Draft tokens that stood.",
+    "spec_decode_num_accepted_tokens_per_pos{position}": "Draft tokens that stood, by their place among a request's drafts.",
 }
-"""Metric -> what it counts."""
+"""Metric, perhaps with a label -> what it counts."""
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,13 @@ from stage04_kernels.sampler import SamplerOutput, to_device
 
 @cache
 def free_of_history() -> frozenset[str]:
-    """The sampling parameters whose effect on a position does not depend on the tokens before it: their features say so."""
-    return frozenset(field for part in loaded("params") for field in getattr(part, "WITHOUT_HISTORY", ()))
+    """The sampling parameters whose effect on a position does not depend on the tokens before it, or takes drafts for such tokens: their
+    features say so."""
+    return frozenset(field for part in loaded("params") for field in getattr(part, "WITH_DRAFTS", ()))
 
 
 def needs_history(params: SamplingParams) -> bool:
-    """True if a parameter acts on a step and its feature does not declare it WITHOUT_HISTORY: a wrong guess would then be a wrong token."""
+    """True if a parameter acts on a step and its feature does not declare it WITH_DRAFTS: a wrong guess would then be a wrong token."""
     acting = (field for field, seams in params.used() if not seams.keys().isdisjoint(("scheduler", "runner")))
     return any(field not in free_of_history() for field in acting)
 
