@@ -28,7 +28,16 @@ from stagetrace import read_run, trace
 MAX_LEN = 96
 COMMON: dict[str, Any] = {"max_model_len": MAX_LEN, "block_size": 4, "num_threads": 1}
 ROOMY = {"num_gpu_blocks_override": 400}
-PROMPTS = ["First Citizen:\nWe are", "To be, or not to be", "a a a a", "ROMEO:", "KING RICHARD:", "and the", "yes or no", "First Citizen:\nWe are"]
+PROMPTS = [
+    "First Citizen:\nWe are",
+    "To be, or not to be",
+    "a a a a",
+    "ROMEO:",
+    "KING RICHARD:",
+    "and the",
+    "yes or no",
+    "First Citizen:\nWe are",
+]
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=40, ignore_eos=True),
     SamplingParams(temperature=0, max_tokens=13, logprobs=2),
@@ -124,10 +133,14 @@ def test_a_twin_is_always_right(mode: str, twin: str) -> None:
     settings = {"num_gpu_blocks_override": 30, "max_num_batched_tokens": 24, "max_num_seqs": 5, "swap_space": 0.05}
     with LLM("gpt2-tiny", **COMMON | settings | {"preemption_mode": mode} | spec(twin, 3)) as llm:
         written: list[list[int]] = [stem]
-        for _ in range(4):  # each round goes on where answers of the one before ended, in the middle of a block or at its end
+        for _ in range(
+            4
+        ):  # each round goes on where answers of the one before ended, in the middle of a block or at its end
             prompts = [rng.choice(written)[: rng.randrange(8, 46)] for _ in range(6)]
             params = [
-                SamplingParams(temperature=rng.choice([0.0, 0.8]), seed=n, max_tokens=rng.randrange(1, 50), ignore_eos=True)
+                SamplingParams(
+                    temperature=rng.choice([0.0, 0.8]), seed=n, max_tokens=rng.randrange(1, 50), ignore_eos=True
+                )
                 for n in range(6)
             ]
             written += [[*p, *o[0]] for p, o in zip(prompts, answers(llm, prompts, params))]
@@ -144,7 +157,7 @@ def test_no_mix_of_requests_changes_a_token(half: str) -> None:
     with LLM("gpt2-tiny", **COMMON | ROOMY) as alone, LLM("gpt2-tiny", **COMMON | tight | spec(half)) as together:
         for _ in range(12):
             stem = [rng.randrange(1, 2048) for _ in range(30)]
-            prompts = [stem[: rng.randrange(31)] + [rng.randrange(1, 2048)] for _ in range(rng.randrange(2, 6))]
+            prompts = [[*stem[: rng.randrange(31)], rng.randrange(1, 2048)] for _ in range(rng.randrange(2, 6))]
             params = [
                 SamplingParams(
                     temperature=rng.choice([0.0, 0.8]), seed=n, max_tokens=rng.randrange(1, 20), ignore_eos=True,
@@ -176,7 +189,9 @@ def test_it_drafts_up_to_its_own_context(twin: str) -> None:
 
 def test_its_memory_is_counted(half: str) -> None:
     plain, both = (EngineArgs.from_kwargs(model="gpt2-tiny", **more) for more in ({}, spec(half)))
-    assert kv_block_bytes(both) - kv_block_bytes(plain) == 2 * 2 * 256 * 4 * 16  # K and V, layers, hidden size, float32, tokens
+    assert (
+        kv_block_bytes(both) - kv_block_bytes(plain) == 2 * 2 * 256 * 4 * 16
+    )  # K and V, layers, hidden size, float32, tokens
     ngram = EngineArgs.from_kwargs(
         model="gpt2-tiny", speculative_config={"method": "ngram", "num_speculative_tokens": 2}
     )
@@ -251,7 +266,9 @@ def test_a_draft_speaks_the_targets_language(strange: Path) -> None:
     first, second = list(vocabulary)[300:302]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     (strange / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(StagesError, match="has another tokenizer than the target: .* is token .* of the draft and .* of the target"):
+    with pytest.raises(
+        StagesError, match="has another tokenizer than the target: .* is token .* of the draft and .* of the target"
+    ):
         config_of(model=str(strange))
     (strange / "tokenizer.json").unlink()
     assert config_of(model=str(strange)).speculative_config.method == "draft_model", "one that brings none is no worse"
@@ -262,7 +279,10 @@ def test_a_draft_speaks_the_targets_language(strange: Path) -> None:
 
 
 def test_no_folder_of_blocks_beside_a_draft(half: str, tmp_path: Path) -> None:
-    folder = {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)}}
+    folder = {
+        "kv_connector": "SharedStorageConnector",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
+    }
     with pytest.raises(StagesError, match="kv_transfer_config cannot be combined with a draft model"):
         EngineArgs.from_kwargs(
             model="gpt2-tiny", kv_transfer_config=folder, prefix_caching_hash_seed="seed", **spec(half)

@@ -25,7 +25,9 @@ CASES: dict[str, dict[str, Any]] = {
     "temperature 0.7": {"temperature": 0.7},
     "top-p": {"top_p": 0.8},
     "top-k and min-p": {"top_k": 4, "min_p": 0.1},
-    "penalties": {"penalties": ([0, 2], [0, 0, 1], 1.4, 0.3, 0.2)},  # in the prompt; in the output; repetition, frequency, presence
+    "penalties": {
+        "penalties": ([0, 2], [0, 0, 1], 1.4, 0.3, 0.2)
+    },  # in the prompt; in the output; repetition, frequency, presence
 }
 
 
@@ -47,13 +49,17 @@ def noise_is_made_once() -> Iterator[None]:
 
 
 def metadata_of(case: dict[str, Any]) -> SamplingMetadata:
-    values = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | {k: v for k, v in case.items() if k != "penalties"}
+    values = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | {
+        k: v for k, v in case.items() if k != "penalties"
+    }
     rules = None
     if "penalties" in case:
         prompt, output, *factors = case["penalties"]
         seen = torch.tensor([token in prompt for token in range(VOCAB)]).repeat(DRAWS, 1)
         counts = torch.tensor([float(output.count(token)) for token in range(VOCAB)]).repeat(DRAWS, 1)
-        rules = LogitsRules(penalties=Penalties(torch.arange(DRAWS), seen, counts, *(torch.full((DRAWS,), f) for f in factors)))
+        rules = LogitsRules(
+            penalties=Penalties(torch.arange(DRAWS), seen, counts, *(torch.full((DRAWS,), f) for f in factors))
+        )
     return SamplingMetadata.from_lists(
         **{name: [value] * DRAWS for name, value in values.items()},
         seeds=list(range(DRAWS)), positions=[POSITION] * DRAWS, rules=rules,
@@ -113,7 +119,9 @@ def test_the_textbook_keeps_the_distribution(name: str) -> None:
     assert_drawn_from(p, tokens)
     stands = tokens == drafts
     assert_rate(stands, sum(map(min, p, q)))
-    assert stands.tolist() == [bool(n) for n in num_accepted(torch.stack([tokens, tokens], 1).flatten(), [[d] for d in drafts.tolist()])]
+    assert stands.tolist() == [
+        bool(n) for n in num_accepted(torch.stack([tokens, tokens], 1).flatten(), [[d] for d in drafts.tolist()])
+    ]
 
 
 def test_the_textbook_row_by_row() -> None:

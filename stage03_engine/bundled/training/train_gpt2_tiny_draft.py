@@ -104,11 +104,14 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, required=True, help="the text that gpt2-tiny was trained on, UTF-8")
     parser.add_argument("--out", type=Path, required=True, help="folder to write the draft to")
-    parser.add_argument("--own-texts", type=int, default=96, help="texts of 512 tokens that the target writes first")
-    parser.add_argument("--texts", type=int, default=320, help="texts of 512 tokens out of the training text")
+    parser.add_argument("--own-texts", type=int, default=48, help="texts of 512 tokens that the target writes first")
+    parser.add_argument("--texts", type=int, default=240, help="texts of 512 tokens out of the training text")
     parser.add_argument("--steps", type=int, default=700, help="optimiser steps")
     parser.add_argument("--batch", type=int, default=8, help="texts per step")
     parser.add_argument("--peak-lr", type=float, default=5e-3, help="highest learning rate")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="compute threads: more only on cores that nobody else uses"
+    )
     parser.add_argument("--seed", type=int, default=1, help="of initialisation, texts and batches")
     return parser.parse_args()
 
@@ -117,6 +120,7 @@ def main() -> None:
     """The target's texts, then training, with a comparison every 100 steps; the last weights are kept."""
     args = parse_args()
     torch.manual_seed(args.seed)
+    torch.set_num_threads(args.threads)
     args.out.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(TARGET / "tokenizer.json", args.out / "tokenizer.json")
     text = args.text.read_text(encoding="utf-8")
@@ -127,7 +131,7 @@ def main() -> None:
     write_config(draft, args.out)
     print(f"{draft.num_parameters() / 1e6:.3f} M parameters", flush=True)
 
-    with LLM(str(TARGET), dtype="float32", max_num_seqs=64, enable_prefix_caching=False) as llm:
+    with LLM(str(TARGET), dtype="float32", num_threads=args.threads, enable_prefix_caching=False) as llm:
         count = args.own_texts // len(TEMPERATURES)
         own = [write_texts(llm, windows(train, count, PROMPT), each) for each in TEMPERATURES]
         unseen = torch.cat([write_texts(llm, windows(held_out, 8, PROMPT), each) for each in (0.0, 1.0)])
@@ -141,7 +145,15 @@ def main() -> None:
     with open(args.out / "training_log.csv", "w", newline="") as log:
         rows = csv.writer(log)
         rows.writerow(
-            ("step", "kl_nats_per_token", "held_out_agreement", "held_out_overlap", "greedy_agreement", "sampled_overlap", "seconds")
+            (
+                "step",
+                "kl_nats_per_token",
+                "held_out_agreement",
+                "held_out_overlap",
+                "greedy_agreement",
+                "sampled_overlap",
+                "seconds",
+            )
         )
         for step in range(1, args.steps + 1):
             for group in optimizer.param_groups:
@@ -152,7 +164,9 @@ def main() -> None:
                 figures = (
                     *compare(target, draft, held_out), compare(target, draft, unseen[:8])[0], compare(target, draft, unseen[8:])[1],
                 )  # fmt: skip
-                rows.writerow((step, round(loss, 4), *(round(f, 4) for f in figures), round(time.monotonic() - started)))
+                rows.writerow(
+                    (step, round(loss, 4), *(round(f, 4) for f in figures), round(time.monotonic() - started))
+                )
                 log.flush()
                 save(draft, args.out)
                 print(

@@ -50,10 +50,14 @@ def parse_draft_model(given: dict[str, Any], values: Mapping[str, Any], files: M
             raise ConfigError(f"speculative_config: {key} can only be {value!r}, not {given[key]!r}: {why}")
     model = given.get("model")
     if type(model) is not str or not model:
-        raise ConfigError(f"speculative_config: model must name a bundled model, a Hugging Face id or a folder, not {model!r}")
+        raise ConfigError(
+            f"speculative_config: model must name a bundled model, a Hugging Face id or a folder, not {model!r}"
+        )
     method = given.get("draft_sample_method") or "coupled"
     if method not in SAMPLE_METHODS:
-        raise ConfigError(f"speculative_config: draft_sample_method must be one of {', '.join(SAMPLE_METHODS)}, not {method!r}")
+        raise ConfigError(
+            f"speculative_config: draft_sample_method must be one of {', '.join(SAMPLE_METHODS)}, not {method!r}"
+        )
     count = positive("num_speculative_tokens", given.get("num_speculative_tokens"))
     draft = _find(model, values["load_format"], files)
     return {
@@ -115,7 +119,9 @@ def _context(asked: Any, draft: ModelFiles) -> int:
     if asked is None:
         return longest
     if type(asked) is not int or not 1 <= asked <= longest:
-        raise ConfigError(f"speculative_config: max_model_len must be an integer in [1, {longest}], the draft's context, not {asked!r}")
+        raise ConfigError(
+            f"speculative_config: max_model_len must be an integer in [1, {longest}], the draft's context, not {asked!r}"
+        )
     return asked
 
 
@@ -138,7 +144,10 @@ def check_draft_model(config: VllmConfig) -> None:
     """Raises ConfigError for a draft that is no model of text, and where blocks travel without its part of them."""
     if "generate" not in draft_config(config).supported_tasks:
         raise ConfigError("speculative_config: the draft is no model that generates text")
-    if getattr(config, "kv_transfer_config", None) is not None and config.kv_transfer_config.kv_transfer_config is not None:
+    if (
+        getattr(config, "kv_transfer_config", None) is not None
+        and config.kv_transfer_config.kv_transfer_config is not None
+    ):
         raise ConfigError(
             "kv_transfer_config cannot be combined with a draft model: its folder holds the target's keys and values alone; leave "
             "out one of the two"

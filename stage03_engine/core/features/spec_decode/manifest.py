@@ -57,7 +57,9 @@ class SpeculativeConfig:
     prompt_lookup_max: int = internal(0)
     # Of the model that drafts:
     draft_model_path: str | None = internal(None)
-    draft_shape: dict[str, Any] | None = internal(None)  # a ModelShape, which consists of what manifests like this one add
+    draft_shape: dict[str, Any] | None = internal(
+        None
+    )  # a ModelShape, which consists of what manifests like this one add
     draft_max_model_len: int = internal(0)
     draft_sample_method: str = internal("coupled")
     num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] = internal(())
