@@ -15,7 +15,7 @@ from small_gpt2 import first_layers
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.features.debug.scheduler_checks import check_invariants
-from stage03_engine.core.features.spec_decode.draft_model import DraftModelHook
+from stage03_engine.core.features.spec_decode.draft_model import DraftModelHook, next_length
 from stage03_engine.core.kv_cache_size import kv_block_bytes
 from stage03_engine.errors import StagesError
 from stage03_engine.llm import LLM
@@ -187,6 +187,26 @@ def test_it_drafts_up_to_its_own_context(twin: str) -> None:
             assert llm.engine_core._core.scheduler.step == steps
 
 
+def test_drafts_become_fewer_where_they_fall() -> None:
+    assert next_length(4, 4, 4, 4) == 4
+    assert [next_length(4, 4, accepted, 4) for accepted in range(4)] == [1, 2, 3, 4]
+    assert [next_length(length, length, length, 4) for length in (1, 2, 3)] == [2, 3, 4]
+    assert next_length(4, 2, 2, 4) == 4, "no room for more is no reason to want less"
+
+
+def test_the_adaptive_length_has_a_switch(half: str) -> None:
+    """The same tokens; fewer of the drafts fall."""
+    fallen = []
+    for adaptive in (True, False):
+        with LLM("gpt2-tiny", **COMMON | ROOMY | spec(half, adaptive_num_speculative_tokens=adaptive)) as llm:
+            params = SamplingParams(temperature=0.8, seed=1, max_tokens=60, ignore_eos=True)
+            [answer] = llm.generate("ROMEO:", params)
+            counts = counts_of(llm)
+            fallen.append((answer.outputs[0].token_ids, counts["drafted"] - counts["accepted"]))
+    assert fallen[0][0] == fallen[1][0]
+    assert fallen[0][1] < fallen[1][1]
+
+
 def test_its_memory_is_counted(half: str) -> None:
     plain, both = (EngineArgs.from_kwargs(model="gpt2-tiny", **more) for more in ({}, spec(half)))
     assert (
@@ -247,6 +267,7 @@ def config_of(target: str = "gpt2-tiny", **given: Any) -> VllmConfig:
         ({"model": "HALF", "quantization": "int8"}, "quantization can only be None, not 'int8': the draft has the dtype of the target"),
         ({"model": "HALF", "rejection_sample_method": "block"}, "rejection_sample_method can only be 'standard', not 'block'"),
         ({"model": "HALF", "draft_sample_method": "best"}, "draft_sample_method must be one of coupled, greedy, probabilistic, not 'best'"),
+        ({"model": "HALF", "adaptive_num_speculative_tokens": 1}, "must be true or false, not 1"),
         ({"model": "HALF", "max_model_len": 513}, "max_model_len must be an integer in .1, 512., the draft's context, not 513"),
         ({"model": "HALF", "num_speculative_tokens_per_batch_size": [[1, 2, 3]]}, "at most 2 tokens"),
         ({"model": "HALF", "num_speculative_tokens_per_batch_size": 3}, "must be a list of"),

@@ -38,6 +38,14 @@ from stagetrace import trace
 UNKNOWN = -1  # a draft that the scheduler makes room for
 
 
+def next_length(length: int, drafted: int, accepted: int, most: int) -> int:
+    """How many drafts a request gets next, after `accepted` of `drafted` stood: one more than that, so that it costs at most one pass for nothing
+    where the text stays as hard as it was, and rises where it gets easier. `length` is what it had; fewer were drafted if there was no room."""
+    if accepted == drafted:
+        return max(length, min(most, drafted + 1))
+    return accepted + 1
+
+
 class DraftModelHook(DraftVerifier):
     """Installed with `--speculative-config` and a model: drafts, and verifies the drafts of the same step."""
 
@@ -48,8 +56,10 @@ class DraftModelHook(DraftVerifier):
         self.most = config.speculative_config.num_speculative_tokens
         self.by_batch_size = config.speculative_config.num_speculative_tokens_per_batch_size
         self.method = config.speculative_config.draft_sample_method
+        self.adaptive = config.speculative_config.adaptive_num_speculative_tokens
         self.context = self.draft.config.max_model_len
         self._computed: dict[str, int] = {}  # request id -> of how many of its tokens the draft has keys and values
+        self._lengths: dict[str, int] = {}  # request id -> how many drafts it is worth, if not the most
         self._probs: dict[str, list[Tensor]] = {}  # probabilistic: what each draft of the step was drawn from, [vocab]
 
     # Start
@@ -86,6 +96,7 @@ class DraftModelHook(DraftVerifier):
         for request_id in scheduler_output.finished_req_ids:
             if request_id not in self.runner.batch.row_of:
                 self._computed.pop(request_id, None)
+                self._lengths.pop(request_id, None)
         lengths = {request_id: len(places) for request_id, places in scheduled.items()}
         drafts: dict[str, list[int]] = {request_id: [] for request_id in lengths}
         self._probs = {request_id: [] for request_id in lengths}
@@ -199,16 +210,20 @@ class DraftModelHook(DraftVerifier):
     def after_sample(self, sampled: dict[str, list[int]], output: SamplerOutput, inputs: StepInputs) -> None:
         """Of the draft's own keys and values, those of rejected drafts do not count either."""
         super().after_sample(sampled, output, inputs)
-        for request_id in self.drafts:
+        for request_id, draft in self.drafts.items():
             computed = int(self.runner.batch.num_computed[self.runner.batch.row_of[request_id]])
             self._computed[request_id] = min(self._computed[request_id], computed)
+            if self.adaptive:
+                length = self._lengths.get(request_id, self.most)
+                self._lengths[request_id] = next_length(length, len(draft), len(sampled[request_id]) - 1, self.most)
 
     def collect(self, output: ModelRunnerOutput, scheduler_output: SchedulerOutput) -> None:
         """Ask for room for drafts in the next step; which ones they are, it will say then."""
         batch = self.runner.batch
         for request_id in output.sampled_token_ids:
             row = batch.row_of[request_id]
-            count = min(self._wanted(len(batch.requests)), self.context - int(batch.num_tokens[row]))
+            wanted = min(self._wanted(len(batch.requests)), self._lengths.get(request_id, self.most))
+            count = min(wanted, self.context - int(batch.num_tokens[row]))
             if count <= 0 or needs_history(batch.requests[row].sampling_params):
                 continue
             output.add(request_id, NEXT_DRAFTS, NextDrafts([UNKNOWN] * count))

@@ -37,7 +37,7 @@ ONLY = {
 """vLLM's keys that have one value here -> it, and why."""
 KEYS = (
     "method", "model", "num_speculative_tokens", "max_model_len", "draft_sample_method",
-    "num_speculative_tokens_per_batch_size", *ONLY,
+    "num_speculative_tokens_per_batch_size", "adaptive_num_speculative_tokens", *ONLY,
 )  # fmt: skip
 
 
@@ -58,6 +58,11 @@ def parse_draft_model(given: dict[str, Any], values: Mapping[str, Any], files: M
         raise ConfigError(
             f"speculative_config: draft_sample_method must be one of {', '.join(SAMPLE_METHODS)}, not {method!r}"
         )
+    adaptive = given.get("adaptive_num_speculative_tokens", True)
+    if type(adaptive) is not bool:
+        raise ConfigError(
+            f"speculative_config: adaptive_num_speculative_tokens must be true or false, not {adaptive!r}"
+        )
     count = positive("num_speculative_tokens", given.get("num_speculative_tokens"))
     draft = _find(model, values["load_format"], files)
     return {
@@ -67,6 +72,7 @@ def parse_draft_model(given: dict[str, Any], values: Mapping[str, Any], files: M
         "draft_shape": asdict(draft.shape),
         "draft_max_model_len": _context(given.get("max_model_len"), draft),
         "draft_sample_method": method,
+        "adaptive_num_speculative_tokens": adaptive,
         "num_speculative_tokens_per_batch_size": _by_batch_size(given.get("num_speculative_tokens_per_batch_size"), count),
     }  # fmt: skip
 

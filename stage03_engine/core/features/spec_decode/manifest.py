@@ -63,6 +63,7 @@ class SpeculativeConfig:
     draft_max_model_len: int = internal(0)
     draft_sample_method: str = internal("coupled")
     num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] = internal(())
+    adaptive_num_speculative_tokens: bool = internal(True)
 
 
 @dataclass(frozen=True)
