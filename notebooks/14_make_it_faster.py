@@ -14,6 +14,7 @@
 # | nothing read twice | [`KVCacheManager.get_computed_blocks`](../stage03_engine/core/kv_cache_manager.py) | `v1/core/kv_cache_manager.py` |
 # | prompts in chunks | [`Scheduler.schedule`](../stage03_engine/core/scheduler.py): `max_num_batched_tokens` | `v1/core/sched/scheduler.py` |
 # | drafts | [`NgramProposer`](../stage03_engine/core/features/spec_decode/ngram_proposer.py) | `v1/spec_decode/ngram_proposer.py` |
+# | a model that drafts | [`DraftModelHook`](../stage03_engine/core/features/spec_decode/draft_model.py) | `v1/spec_decode/draft_model.py` |
 # | fewer bytes for each weight | [`quantization`](../stage03_engine/core/features/quantization/README.md) | `model_executor/layers/quantization` |
 # | the numbers | [`calculate_metrics`](../stage01_cli/bench/metrics.py) | `benchmarks/serve.py` |
 
@@ -345,7 +346,36 @@ lab.claim("drafts are worth more to the one alone than to the twelve", faster[0]
 
 # %% [markdown]
 # The steps of the twelve end when the last of them has its tokens; the one with the fewest lucky guesses decides. And rows that hold wrong guesses are rows that another request could have used.
-#
+
+# %% [markdown]
+# N-grams can only repeat. A second, much smaller model guesses what is new: `gpt2-tiny-draft` has one layer, and learnt from what gpt2-tiny writes. Two ways to compare its draws with the target's:
+# *coupled*, both draw with the same noise, and the answer is that of an engine without drafts, token for token; or by the *textbook*, which keeps a draft with probability min(1, p/q) and otherwise draws from
+# what p has more than q: other tokens, of the same distribution.
+
+# %%
+kept, written = [], {}
+for name, method in (("no drafts", None), ("coupled", "coupled"), ("textbook", "probabilistic")):
+    DRAFT = {"model": "gpt2-tiny-draft", "num_speculative_tokens": 3, "draft_sample_method": method}
+    with engine(max_num_seqs=12, **({"speculative_config": DRAFT} if method else {})) as llm:
+        for temperature in (0.0, 0.7, 1.0):
+            before = dict(llm.engine_core._core.scheduler.stats.counts)
+            params = [SamplingParams(temperature=temperature, seed=n, max_tokens=24, ignore_eos=True) for n in range(6)]
+            answers = llm.generate(PROMPTS[:6], params)
+            written[name, temperature] = [answer.outputs[0].token_ids for answer in answers]
+            counts = llm.engine_core._core.scheduler.stats.counts
+            new = {key: counts.get(key, 0) - before.get(key, 0) for key in counts}
+            if method:
+                places = [new.get(f"spec_decode_num_accepted_tokens_per_pos{{{place}}}", 0) for place in range(3)]
+                kept.append((name, temperature, *(round(each / new["spec_decode_num_drafts"], 2) for each in places)))
+lab.table(kept, "", "temperature", "1st draft stands", "2nd too", "all three")
+same = all(written["coupled", t] == written["no drafts", t] for t in (0.0, 0.7, 1.0))
+lab.claim("coupled: the same tokens as without drafts, at each temperature", same)
+lab.claim(
+    "textbook: the same at temperature 0, others where tokens are drawn",
+    [written["textbook", t] == written["no drafts", t] for t in (0.0, 1.0)] == [True, False],
+)
+
+# %% [markdown]
 # ## Threads: not each core helps
 #
 # Here the clock on the wall counts, since two threads are two processors' time.

@@ -143,6 +143,7 @@ class VllmConfig(Section):
     - `resolve(values, files)`, static: internal fields computed from the settings and the model's files
     - `check(config)`, static: raises ConfigError if the settings are impossible together
     - `tasks(config)`, static: what requests may ask for, if the feature changes it
+    - `kv_per_token(config)`, static: how many numbers its own keys and values of a token are, in the KV cache's blocks
     - `hooks(config)`, static: seam, of `plugins.HOOKS`, -> "module:Class" of what takes part there
     """
 

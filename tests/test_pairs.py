@@ -26,6 +26,7 @@ from stage03_engine.sampling_params import SamplingParams
 SMALL: dict[str, Any] = {"kv_cache_memory_bytes": 20_000_000, "max_model_len": 96, "device": "cpu", "dtype": "float32"}
 SETTINGS: dict[str, dict[str, Any]] = {
     "drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}},
+    "draft model": {"speculative_config": {"model": "gpt2-tiny-draft", "num_speculative_tokens": 3}},
     "swap": {"swap_space": 1, "preemption_mode": "swap"},
     "ahead": {"async_scheduling": True},
     "processors": {"logits_processors": ("logits_as_they_are:LogitsAsTheyAre",)},
@@ -74,10 +75,11 @@ ELSEWHERE = {
     "generation_config": "defaults of a model's own file, test_generation_config",
 }
 """Features whose settings are not tried here -> where they are."""
-APART = [("fair", "priority"), ("int8", "int4"), ("batch invariant", "reference")]
+APART = [("fair", "priority"), ("int8", "int4"), ("batch invariant", "reference"), ("drafts", "draft model")]
 """One setting cannot have two values."""
 BY_VALUE = {
     ("folder", "no prefix cache"): "needs enable_prefix_caching",
+    ("draft model", "folder"): "kv_transfer_config cannot be combined with a draft model",
 } | {
     (one, "profiled"): "profiler_dir records the engine process"
     for one in ("tensor parallel", "pipeline", "worker process")

@@ -11,12 +11,13 @@ vLLM calls these features by name, from its Scheduler and its GPUModelRunner. No
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from stage03_engine.mixins import load
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from stage03_engine.config import VllmConfig
@@ -119,6 +120,7 @@ class RunnerHook:
 
     rows_per_request = 1  # the most rows of logits that one request may have in a step
     observes = False  # True: it changes nothing, and is called after those that do
+    kv_caches: Sequence[Tensor] = ()  # of its own, with the same blocks: who copies blocks copies these too
 
     def __init__(self, runner: ModelRunner, config: VllmConfig) -> None:
         self.runner, self.config = runner, config
@@ -135,6 +137,10 @@ class RunnerHook:
     def reserved_bytes(self) -> int:
         """How much of the device's memory the hook takes once the KV cache is allocated, which leaves room for it."""
         return 0
+
+    def new_kv_caches(self, num_blocks: int, device: torch.device) -> list[Tensor]:
+        """Room for as many blocks of `kv_caches`."""
+        return []
 
     def cache_allocated(self, num_blocks: int) -> None:
         """The KV cache is allocated. Raises MemoryError if there is not enough memory for the hook's own."""

@@ -94,9 +94,9 @@ class InputBatch:
         self.token_ids[at, places] = token_ids
         self.num_tokens[at] = places + 1
 
-    def tokens_of(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """The prompt and the output of a row: views of its token ids."""
-        end, split = self.num_tokens[row], self.requests[row].num_prompt_tokens
+    def tokens_of(self, row: int, ahead: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """The prompt and the output of a row, with the first `ahead` of its drafts: views of its token ids."""
+        end, split = self.num_tokens[row] + ahead, self.requests[row].num_prompt_tokens
         return self.token_ids[row, :split], self.token_ids[row, split:end]
 
     def remove(self, request_id: str) -> None:
@@ -133,18 +133,26 @@ class StepInputs:
 
 
 def prepare_inputs(batch: InputBatch, scheduler_output: SchedulerOutput, device: torch.device) -> StepInputs:
-    """Gather the scheduled tokens of all requests into one flat row, and count them as computed.
+    """Gather the scheduled tokens of all requests into one flat row, and count them as computed."""
+    scheduled = scheduler_output.num_scheduled_tokens
+    rows = np.array([batch.row_of[request_id] for request_id in scheduled])
+    first = batch.num_computed[rows]
+    batch.num_computed[rows] = seq_lens = first + np.array(list(scheduled.values()))
+    caught_up = (seq_lens >= batch.num_tokens[rows]).nonzero()[0]  # greater if drafts follow
+    return gather_inputs(batch, rows, first, seq_lens, caught_up, device)
+
+
+def gather_inputs(
+    batch: InputBatch, rows: np.ndarray, first: np.ndarray, seq_lens: np.ndarray, chosen: np.ndarray, device: torch.device
+) -> StepInputs:  # fmt: skip
+    """The tokens from `first` up to `seq_lens` of each of these rows of the batch. The last one becomes logits where `chosen`, indices into
+    `rows`, says so.
 
     Invariant: token i of the row belongs to batch row `owner[i]`, has position `positions[i]` in its request, and its
     key and value go to slot block_table[owner, position // block_size] * block_size + position % block_size.
     """
-    scheduled = scheduler_output.num_scheduled_tokens
-    rows = np.array([batch.row_of[request_id] for request_id in scheduled])
-    counts = np.array(list(scheduled.values()))
-    first = batch.num_computed[rows]
-    seq_lens = first + counts
-    batch.num_computed[rows] = seq_lens
-    if scheduler_output.total_num_scheduled_tokens == len(rows):  # one token each, as in most steps
+    counts = seq_lens - first
+    if counts.sum() == len(rows):  # one token each, as in most steps
         starts, owner, positions = np.arange(len(rows) + 1), rows, first
     else:
         starts = np.concatenate(([0], np.cumsum(counts)))  # [num_reqs + 1]
@@ -152,10 +160,9 @@ def prepare_inputs(batch: InputBatch, scheduler_output: SchedulerOutput, device:
         positions = np.arange(starts[-1]) - np.repeat(starts[:-1] - first, counts)  # [num_tokens]
     blocks = batch.block_table[owner, positions // batch.block_size].astype(np.int64)
     slots = blocks * batch.block_size + positions % batch.block_size
-    caught_up = (seq_lens >= batch.num_tokens[rows]).nonzero()[0]  # greater if drafts follow
-    ids, at, last = to_device([batch.token_ids[owner, positions], positions, starts[1:][caught_up] - 1], device)
+    ids, at, last = to_device([batch.token_ids[owner, positions], positions, starts[1:][chosen] - 1], device)
     metadata = make_metadata(starts, seq_lens, batch.block_table[rows], slots, device)
-    return StepInputs(ids, at, metadata, last, rows[caught_up].tolist(), [0] * len(caught_up))
+    return StepInputs(ids, at, metadata, last, rows[chosen].tolist(), [0] * len(chosen))
 
 
 def make_metadata(

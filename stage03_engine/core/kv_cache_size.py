@@ -10,6 +10,7 @@ import psutil
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.kv_cache_manager import cdiv
 from stage03_engine.errors import ConfigError
+from stage03_engine.mixins import each
 from stage03_engine.plugins import find
 from stagetrace import trace
 
@@ -46,6 +47,7 @@ def kv_block_bytes(config: VllmConfig) -> int:
     """Bytes of one KV-cache block over all layers: keys and values."""
     shape, layout = config.shape, head_layout(config)
     per_token = 2 * shape.num_layers * shape.num_kv_heads * layout.size * _ITEM_BYTES[layout.dtype]
+    per_token += sum(more(config) for more in each(VllmConfig, "kv_per_token")) * item_bytes(config)
     return per_token * config.cache_config.block_size
 
 

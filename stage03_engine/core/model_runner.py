@@ -117,7 +117,7 @@ class ModelRunner:
         """Hidden states [num_tokens, hidden_size]."""
         if trace.on:
             trace.emit("model.forward", ph="B", step=step, num_tokens=len(inputs.input_ids))
-        run: Callable[[StepInputs], Tensor] = self._run_model
+        run: Callable[[StepInputs], Tensor] = self.run_model
         for hook in reversed(self.hooks):
             run = partial(hook.forward, run=run)
         hidden = run(inputs)
@@ -125,7 +125,8 @@ class ModelRunner:
             trace.emit("model.forward", ph="E", step=step, num_tokens=len(inputs.input_ids))
         return hidden
 
-    def _run_model(self, inputs: StepInputs) -> Tensor:
+    def run_model(self, inputs: StepInputs) -> Tensor:
+        """Hidden states, without the hooks."""
         hidden: Tensor = self.model(inputs.input_ids, inputs.positions, self.kv_caches, inputs.metadata)
         return hidden
 
@@ -142,7 +143,7 @@ class ModelRunner:
             trace.emit("model.logits", step=step, rows=logits.shape[0], vocab_size=logits.shape[1])
         for hook in self.hooks:
             logits = hook.logits(logits, inputs, scheduler_output)
-        metadata = self._sampling_metadata(inputs)
+        metadata = self.sampling_metadata(inputs)
         for hook in self.hooks:
             metadata = hook.sampling_metadata(metadata, inputs, scheduler_output)
         output = sample(logits, metadata, self.config.device_config.attention_backend)
@@ -151,7 +152,7 @@ class ModelRunner:
             trace.emit("sampler.sampled", step=step, num_greedy=len(inputs.sampled) - num_random, num_random=num_random)
         return output
 
-    def _sampling_metadata(self, inputs: StepInputs) -> SamplingMetadata:
+    def sampling_metadata(self, inputs: StepInputs) -> SamplingMetadata:
         """The settings of each row of logits."""
         batch = self.batch
         if not batch.with_settings:

@@ -25,7 +25,7 @@ class LogitsRules:
         "bad_words_token_ids": _RUNNER,
         "min_tokens": _INPUT | _RUNNER,
     }
-    WITHOUT_HISTORY: ClassVar[tuple[str, ...]] = ("logit_bias", "allowed_token_ids")
+    WITH_DRAFTS: ClassVar[tuple[str, ...]] = (*HOOKS,)  # each row is told which drafts come before it
     frequency_penalty: float = 0.0  # per occurrence in the output
     presence_penalty: float = 0.0  # once for what the output holds
     repetition_penalty: float = 1.0  # for what the prompt or the output holds; 1: off

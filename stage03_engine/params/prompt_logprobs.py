@@ -15,7 +15,7 @@ class PromptLogprobs:
             "runner": "stage03_engine.core.features.prompt_logprobs.runner_hook:PromptLogprobsRunnerHook",
         }
     }
-    WITHOUT_HISTORY: ClassVar[tuple[str, ...]] = ("prompt_logprobs",)
+    WITH_DRAFTS: ClassVar[tuple[str, ...]] = ("prompt_logprobs",)
     prompt_logprobs: int | None = None  # as `logprobs`, for the tokens of the prompt
 
     def check(self: Any) -> None:

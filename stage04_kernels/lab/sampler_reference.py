@@ -109,6 +109,17 @@ def verify_draft(logits: list[float], noise: list[float], draft: int) -> tuple[b
     return False, race([NEVER if token == draft else x for token, x in enumerate(logits)], noise)
 
 
+def reject(p: list[float], q: list[float], draft: int, coin: float, noise: list[float]) -> tuple[bool, int]:
+    """Twin of the textbook's draft position: (accepted?, the token there). `draft` was drawn from the probabilities q; the coin is uniform.
+
+    It stands with probability min(1, p / q). Else the others race with what p has more than q.
+    """
+    if coin < min(1.0, p[draft] / q[draft]):
+        return True, draft
+    arrival = [n / (a - b) if a > b else math.inf for n, a, b in zip(noise, p, q)]
+    return False, arrival.index(min(arrival))
+
+
 def race(logits: list[float], noise: list[float]) -> int:
     """Twin of the draw in `sample_random`: the token that arrives first at time noise / probability."""
     arrival = [n / p if p > 0.0 else math.inf for n, p in zip(noise, softmax(logits))]

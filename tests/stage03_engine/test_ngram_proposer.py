@@ -10,14 +10,11 @@ from hypothesis import given, settings, strategies as st
 
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.config import VllmConfig
-from stage03_engine.core.features.spec_decode.ngram_proposer import (
-    NgramProposer,
-    find_continuation,
-    free_of_history,
-    needs_history,
-)
+from stage03_engine.core.features.spec_decode.ngram_proposer import NgramProposer, find_continuation
+from stage03_engine.core.features.spec_decode.verifier import free_of_history, needs_history
 from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import struct_of
+from stage03_engine.params.logits_rules import LogitsRules
 from stage03_engine.params.structured_outputs import StructuredOutputsParams
 from stage03_engine.sampling_params import SamplingParams
 
@@ -71,7 +68,7 @@ def test_what_acts_on_a_step_gets_no_drafts_unless_its_feature_says_so(name: str
 
 
 def test_what_needs_no_history() -> None:
-    assert {"logit_bias", "allowed_token_ids", "prompt_logprobs"} == free_of_history()
+    assert {*LogitsRules.HOOKS, "prompt_logprobs"} == free_of_history()
     plain = SamplingParams(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, seed=1, logprobs=3, stop=["a"], lora="x")
     assert not needs_history(plain)
 
@@ -103,8 +100,10 @@ def test_defaults_of_the_lookup_lengths() -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ({}, "method must be 'ngram', not None"),
-        ({"method": "eagle", "num_speculative_tokens": 2}, "method must be 'ngram', not 'eagle'"),
+        ({}, "give a method .'ngram'., or a model that drafts"),
+        ({"method": "lookup", "num_speculative_tokens": 2}, "method must be 'ngram' or 'draft_model', not 'lookup'"),
+        ({"method": "eagle", "num_speculative_tokens": 2}, "method 'eagle' .a head on .* is not built"),
+        ({"method": "medusa", "model": "x"}, "method 'medusa' .heads on .* is not built"),
         ({"method": "ngram"}, "num_speculative_tokens must be an integer in \\[1, 128\\], not None"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens must be .* not 0"),
         ({"method": "ngram", "num_speculative_tokens": 129}, "num_speculative_tokens must be .* not 129"),

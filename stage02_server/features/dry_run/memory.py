@@ -24,6 +24,7 @@ from stage03_engine.model_shape import ModelShape
 MIB, GIB = 1 << 20, 1 << 30
 QUANTIZED_BYTES = "stage03_engine.core.features.quantization.size:quantized_bytes"
 PACKED_BYTES = "stage03_engine.core.features.quantized_checkpoints.size:packed_bytes"
+_DRAFT_CONFIG = "stage03_engine.core.features.spec_decode.draft_model_config:draft_config"
 _WORKER_ROWS = "stage02_server.features.dry_run.workers:rows"
 _NO_PARAMETER = re.compile(r"(^|\.)attn\.(masked_)?bias$|\.inv_freq$")  # masks and tables that are computed, not loaded
 
@@ -33,6 +34,7 @@ class Memory:
     """Bytes of a start; `available` is what the flags let the engine have on its device, None if only the device knows."""
 
     num_parameters: int
+    draft_parameters: int  # of a second model that drafts
     weights: int
     per_token: int
     per_request: int  # of full length
@@ -50,12 +52,12 @@ class Memory:
 def estimate_memory(config: VllmConfig) -> Memory:
     """Raises ModelNotFoundError and ConfigError for weights that cannot be read."""
     size, scheduler = item_bytes(config), config.scheduler_config
-    parameters = count_parameters(config)
+    parameters, draft = count_parameters(config), count_draft_parameters(config)
     block, block_size = kv_block_bytes(config), config.cache_config.block_size
     per_request = block * math.ceil(config.max_model_len / block_size)
     tokens = min(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * config.max_model_len)
     return Memory(
-        parameters, _weights(config, parameters, size), block // block_size, per_request, per_request * scheduler.max_num_seqs,
+        parameters, draft, _weights(config, parameters, size) + draft * size, block // block_size, per_request, per_request * scheduler.max_num_seqs,
         _activations(config.shape, tokens, min(tokens, scheduler.max_num_seqs), size), tokens, _available(config),
     )  # fmt: skip
 
@@ -99,6 +101,12 @@ def count_parameters(config: VllmConfig) -> int:
         for name, shape in _checkpoint(config).items()
         if not _NO_PARAMETER.search(name) and not (tied and name == "lm_head.weight")
     )
+
+
+def count_draft_parameters(config: VllmConfig) -> int:
+    """Of the model that drafts; 0 without one. Raises as `count_parameters` does."""
+    drafts = getattr(getattr(config, "speculative_config", None), "method", None) == "draft_model"
+    return count_parameters(load(_DRAFT_CONFIG)(config)) if drafts else 0
 
 
 def _checkpoint(config: VllmConfig) -> dict[str, list[int]]:
@@ -184,9 +192,13 @@ def rows(config: VllmConfig, memory: Memory) -> list[tuple[str, str, str]]:
         format_ = f"{model.dtype}, from a checkpoint in {own['quant_method']}"
     else:
         format_ = f"{model.dtype}, matrices in {method.partition('_')[0]}" if method else model.dtype
+    weights, layers = f"{memory.num_parameters:,} parameters in {format_}", f"{config.shape.num_layers} layers"
+    if memory.draft_parameters:
+        weights += f", and {memory.draft_parameters:,} of the draft"
+        layers += ", and the draft's"
     found = [
-        ("weights", shown(memory.weights), f"{memory.num_parameters:,} parameters in {format_}"),
-        ("kv_cache_per_token", shown(memory.per_token), f"keys and values of {config.shape.num_layers} layers"),
+        ("weights", shown(memory.weights), weights),
+        ("kv_cache_per_token", shown(memory.per_token), f"keys and values of {layers}"),
         ("kv_cache_per_request", shown(memory.per_request), f"of {config.max_model_len} tokens (max_model_len)"),
         ("kv_cache_for_all", shown(memory.for_all), f"{scheduler.max_num_seqs} of them (max_num_seqs)"),
         ("activations", shown(memory.activations), f"about, of a step of {memory.step_tokens} tokens"),

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from stage02_server.features.dry_run.memory import (
     QUANTIZED_BYTES,
+    count_draft_parameters,
     layer_parameters,
     norm_parameters,
     position_parameters,
@@ -27,7 +28,10 @@ from stage03_engine.model_shape import ModelShape
 
 def rows(config: VllmConfig) -> list[tuple[str, str, str]]:
     """(name, size, how it is made up) for the table: a worker of each stage."""
-    parallel = config.parallel_config
+    parallel, draft = (
+        config.parallel_config,
+        count_draft_parameters(config) * item_bytes(config),
+    )  # whole on each worker
     found = []
     for stage in range(parallel.pipeline_parallel_size):
         own = Ranks(
@@ -38,7 +42,7 @@ def rows(config: VllmConfig) -> list[tuple[str, str, str]]:
         layers = f"layers {shape.first_layer} to {shape.first_layer + shape.num_layers - 1}"
         who = f"of each of {parallel.tensor_parallel_size} workers with {layers}"
         heads = f"{shape.num_kv_heads} of {config.shape.num_kv_heads} KV heads in {shape.num_layers} layers"
-        found.append((f"{own.lane}_weights", shown(_weights(config, shape, own)), who))
+        found.append((f"{own.lane}_weights", shown(_weights(config, shape, own) + draft), who))
         found.append((f"{own.lane}_kv_per_token", shown(per_token), heads))
     return found
 

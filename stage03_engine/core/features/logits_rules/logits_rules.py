@@ -52,7 +52,8 @@ class LogitsRulesHook(RunnerHook):
     ) -> SamplingMetadata:
         """Give the sampler the rules of this step."""
         batch = self.runner.batch
-        rows = [(self._rules.get(batch.request_ids[row]), *batch.tokens_of(row)) for row in inputs.sampled]
+        places = zip(inputs.sampled, inputs.ahead, strict=True)
+        rows = [(self._rules.get(batch.request_ids[row]), *batch.tokens_of(row, ahead)) for row, ahead in places]
         return replace(metadata, rules=make_rules(rows, self.runner.device))
 
 

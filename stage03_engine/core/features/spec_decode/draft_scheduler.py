@@ -88,6 +88,7 @@ class DraftHook(SchedulerHook):
             spec_decode_num_drafts=1,
             spec_decode_num_draft_tokens=len(drafts),
             spec_decode_num_accepted_tokens=accepted,
+            **{f"spec_decode_num_accepted_tokens_per_pos{{{position}}}": 1 for position in range(accepted)},
         )
         if trace.on:
             trace.emit("spec.verified", req=request_id, step=output.step, accepted=accepted, drafted=len(drafts))

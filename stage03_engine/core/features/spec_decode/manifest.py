@@ -9,22 +9,35 @@ from typing import TYPE_CHECKING, Any
 from stage03_engine.args.fields import internal, option
 from stage03_engine.args.parser import check_keys
 from stage03_engine.errors import ConfigError
+from stage03_engine.mixins import load
 from stage03_engine.plugins import Feature, Part
 
 if TYPE_CHECKING:
     from stage03_engine.config import VllmConfig
 
 
-KEYS = ("method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
+NGRAM_KEYS = ("method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
+DRAFT_MODEL = "stage03_engine.core.features.spec_decode.draft_model_config:"
+NOT_BUILT = {
+    "eagle": "a head on the target's hidden states", "eagle3": "a head on the target's hidden states",
+    "medusa": "heads on the target's last hidden state", "mlp_speculator": "a head on the target's last hidden state",
+    "mtp": "layers of the target's own that predict further tokens", "suffix": "a tree of all that was written before",
+    "ngram_gpu": "prompt lookup on the device",
+}  # fmt: skip
+"""vLLM's other methods, and what each drafts with."""
 DEFAULT_LOOKUP = 5  # vLLM's, when neither bound is given
 MAX_VALUE = 128  # of each number: longer drafts are useless, and every draft position costs a row of logits
+
+_ROOM = "stage03_engine.core.features.spec_decode."
+RUNNER_HOOKS = {"ngram": "ngram_proposer:NgramHook", "draft_model": "draft_model:DraftModelHook"}
 
 COUNTS = {
     "spec_decode_num_drafts": "Steps in which a request had drafts.",
     "spec_decode_num_draft_tokens": "Draft tokens verified.",
     "spec_decode_num_accepted_tokens": "Draft tokens that stood.",
+    "spec_decode_num_accepted_tokens_per_pos{position}": "Draft tokens that stood, by their place among a request's drafts.",
 }
-"""Metric -> what it counts."""
+"""Metric, perhaps with a label -> what it counts."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +47,23 @@ class SpeculativeConfig:
     speculative_config: dict[str, Any] | None = option(
         None,
         'speculative decoding, as JSON: {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, '
-        '"prompt_lookup_max": 4}; off if not given',
+        '"prompt_lookup_max": 4}, or with a smaller model that drafts: {"model": "gpt2-tiny-draft", "num_speculative_tokens": 4}; '
+        "off if not given",
         aliases=("-sc",),
     )
     method: str | None = internal(None)
     num_speculative_tokens: int = internal(0)
     prompt_lookup_min: int = internal(0)
     prompt_lookup_max: int = internal(0)
+    # Of the model that drafts:
+    draft_model_path: str | None = internal(None)
+    draft_shape: dict[str, Any] | None = internal(
+        None
+    )  # a ModelShape, which consists of what manifests like this one add
+    draft_max_model_len: int = internal(0)
+    draft_sample_method: str = internal("coupled")
+    num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] = internal(())
+    adaptive_num_speculative_tokens: bool = internal(True)
 
 
 @dataclass(frozen=True)
@@ -51,41 +74,64 @@ class SpecDecodeFlags:
 
     @staticmethod
     def resolve(values: Mapping[str, Any], files: object) -> dict[str, Any]:
-        """What the JSON says, key by key."""
-        return parse_speculative_config(values["speculative_config"])
+        """What the JSON says, key by key; of a model that drafts, its files too."""
+        given = values["speculative_config"]
+        if given is not None and wants_draft_model(given):
+            found: dict[str, Any] = load(DRAFT_MODEL + "parse_draft_model")(given, values, files)
+            return found
+        return parse_speculative_config(given)
 
     @staticmethod
     def check(config: VllmConfig) -> None:
-        """Raises ConfigError if the model generates nothing."""
-        if config.speculative_config.method is not None and "generate" not in config.supported_tasks:
+        """Raises ConfigError if the model generates nothing, or a model that drafts has no place."""
+        method = config.speculative_config.method
+        if method is not None and "generate" not in config.supported_tasks:
             raise ConfigError(
                 "runner pooling generates nothing, so there is nothing to speculate; leave out one of the two"
             )
+        if method == "draft_model":
+            load(DRAFT_MODEL + "check_draft_model")(config)
+
+    @staticmethod
+    def kv_per_token(config: VllmConfig) -> int:
+        """Numbers in the keys and values of the model that drafts, which lie in the same blocks."""
+        shape = config.speculative_config.draft_shape
+        return 0 if shape is None else 2 * int(shape["num_layers"] * shape["num_kv_heads"] * shape["head_dim"])
 
     @staticmethod
     def hooks(config: VllmConfig) -> dict[str, list[str]]:
         """The runner proposes drafts, the scheduler makes room for them. Not together with custom logits processors: they
         may look at the tokens before a position, which for a draft are not certain."""
-        if config.speculative_config.method is None or getattr(config.model_config, "logits_processors", None):
+        method = config.speculative_config.method
+        if method is None or getattr(config.model_config, "logits_processors", None):
             return {}
-        return {
-            "scheduler": ["stage03_engine.core.features.spec_decode.draft_scheduler:DraftHook"],
-            "runner": ["stage03_engine.core.features.spec_decode.ngram_proposer:NgramHook"],
-        }
+        return {"scheduler": [_ROOM + "draft_scheduler:DraftHook"], "runner": [_ROOM + RUNNER_HOOKS[method]]}
+
+
+def wants_draft_model(given: dict[str, Any]) -> bool:
+    """The method follows from the model, as in vLLM. Raises ConfigError for a method that is not built."""
+    method = given.get("method")
+    if type(method) is str and method in NOT_BUILT:
+        raise ConfigError(
+            f"speculative_config: method {method!r} ({NOT_BUILT[method]}) is not built; 'ngram' and 'draft_model' are"
+        )
+    if method not in (None, "ngram", "draft_model"):
+        raise ConfigError(f"speculative_config: method must be 'ngram' or 'draft_model', not {method!r}")
+    return method == "draft_model" or (method is None and given.get("model") is not None)
 
 
 def parse_speculative_config(given: dict[str, Any] | None) -> dict[str, Any]:
-    """The internal fields of SpeculativeConfig; none if it is off. Of the two lookup lengths, a missing one takes the value
+    """The internal fields of SpeculativeConfig for n-grams; none if it is off. Of the two lookup lengths, a missing one takes the value
     of the other. Raises ConfigError that names the key."""
     if given is None:
         return {}
-    check_keys("speculative_config", given, KEYS)
+    check_keys("speculative_config", given, NGRAM_KEYS)
     if given.get("method") != "ngram":
-        raise ConfigError(f"speculative_config: method must be 'ngram', not {given.get('method')!r}")
-    count = _positive("num_speculative_tokens", given.get("num_speculative_tokens"))
+        raise ConfigError("speculative_config: give a method ('ngram'), or a model that drafts")
+    count = positive("num_speculative_tokens", given.get("num_speculative_tokens"))
     low = given.get("prompt_lookup_min", given.get("prompt_lookup_max", DEFAULT_LOOKUP))
-    shortest = _positive("prompt_lookup_min" if "prompt_lookup_min" in given else "prompt_lookup_max", low)
-    longest = _positive("prompt_lookup_max", given.get("prompt_lookup_max", shortest))
+    shortest = positive("prompt_lookup_min" if "prompt_lookup_min" in given else "prompt_lookup_max", low)
+    longest = positive("prompt_lookup_max", given.get("prompt_lookup_max", shortest))
     if shortest > longest:
         raise ConfigError(f"speculative_config: prompt_lookup_min {shortest} is more than prompt_lookup_max {longest}")
     return {
@@ -96,7 +142,8 @@ def parse_speculative_config(given: dict[str, Any] | None) -> dict[str, Any]:
     }
 
 
-def _positive(key: str, value: Any) -> int:
+def positive(key: str, value: Any) -> int:
+    """A number of tokens. Raises ConfigError that names the key."""
     if type(value) is not int or not 1 <= value <= MAX_VALUE:  # not isinstance: True is no number here
         raise ConfigError(f"speculative_config: {key} must be an integer in [1, {MAX_VALUE}], not {value!r}")
     return value
@@ -104,7 +151,7 @@ def _positive(key: str, value: Any) -> int:
 
 FEATURE = Feature(
     name="spec_decode",
-    help="speculative decoding: n-grams of the request's own text as drafts, checked in one step",
+    help="speculative decoding: n-grams of the request's own text, or what a smaller model guesses, checked in one step",
     room=__package__,
     also=("stage04_kernels.features.rejection_sampler",),
     settings={"VllmConfig": SpecDecodeFlags},
@@ -112,5 +159,6 @@ FEATURE = Feature(
         Part("replay", ".recorded_drafts:RecordedDraftHook", key="spec.proposed"),
         Part("counts", ".manifest:COUNTS"),
     ),
-    events=("spec.proposed", "spec.scheduled", "spec.verified"),
+    after=("swap_space",),  # blocks that come back hold keys that a draft reads
+    events=("spec.proposed", "spec.drafted", "spec.scheduled", "spec.verified"),
 )

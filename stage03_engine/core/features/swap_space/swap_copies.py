@@ -26,6 +26,8 @@ class SwapCopies(RunnerHook):
         count = num_swap_blocks(self.config)
         try:
             self.swap_caches = self.runner.new_kv_caches(count, torch.device("cpu"))
+            for hook in self.runner.hooks:
+                self.swap_caches += hook.new_kv_caches(count, torch.device("cpu"))
         except (MemoryError, ValueError) as error:  # ValueError: more bytes than numpy can count
             raise ConfigError(
                 f"there is not enough memory for {num_blocks} KV-cache blocks and {count} swapped ones; lower --swap-space"
@@ -36,11 +38,12 @@ class SwapCopies(RunnerHook):
         swaps = SWAPS.of(scheduler_output.extras)
         if swaps is None:
             return
+        kv_caches = [*self.runner.kv_caches, *(cache for hook in self.runner.hooks for cache in hook.kv_caches)]
         for pairs, sources, targets in (
-            (swaps.out, self.runner.kv_caches, self.swap_caches),
-            (swaps.back, self.swap_caches, self.runner.kv_caches),
+            (swaps.out, kv_caches, self.swap_caches),
+            (swaps.back, self.swap_caches, kv_caches),
         ):
-            for source, target in zip(sources, targets):
+            for source, target in zip(sources, targets, strict=True):
                 for source_block, target_block in pairs:
                     target[:, target_block].copy_(source[:, source_block])
         if trace.on:

@@ -118,7 +118,9 @@ class _EngineMetrics:
             "prefix_cache_queries": counter("prefix_cache_queries", "Tokens looked up in the prefix cache."),
             "prefix_cache_hits": counter("prefix_cache_hits", "Tokens found in the prefix cache."),
         }
-        self._counts = {name: counter(name, text) for counts in loaded("counts") for name, text in counts.items()}
+        counts = {name: text for each in loaded("counts") for name, text in each.items()}
+        self._counts = {name: counter(name, text) for name, text in counts.items() if "{" not in name}
+        self._families, self._values, self._labelled = families, values, counts
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens processed.")
         self._generation_tokens = counter("generation_tokens", "Tokens generated.")
         self._step_tokens = histogram("iteration_tokens_total", "Tokens of one step.", STEP_BUCKETS)
@@ -191,8 +193,17 @@ class _EngineMetrics:
             if more := getattr(now, name) - getattr(seen, name):
                 metric.inc(more)
         if now.counts != seen.counts:
+            for name in now.counts.keys() - self._counts.keys():
+                self._counts[name] = self._with_label(name)
             for name, metric in self._counts.items():
                 metric.inc(now.counts.get(name, 0) - seen.counts.get(name, 0))
+
+    def _with_label(self, count: str) -> Counter:
+        """`name{value}` is one of those that a feature declares as `name{label}`."""
+        name, value = count.removesuffix("}").split("{")
+        declared = next(each for each in self._labelled if each.startswith(name + "{"))
+        label = declared.removesuffix("}").split("{")[1]
+        return self._families.get(Counter, f"vllm:{name}", self._labelled[declared], self._values | {label: value})
 
     def _record_finished(self, request: FinishedStats) -> None:
         self._success[request.reason].inc()
