@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import psutil
 
@@ -24,29 +24,22 @@ NO_ROOM = (
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float": 4, "half": 2, "uint8": 1}
 
 
-class HeadLayout(NamedTuple):
-    """How the KV cache holds one head's key, or value, of one token."""
-
-    format: str  # as a user names it
-    dtype: str  # of the cache's tensors
-    size: int  # so many of these
-
-
 def item_bytes(config: VllmConfig) -> int:
     """Bytes of one number of the weights."""
     return _ITEM_BYTES[config.model_config.dtype]
 
 
-def head_layout(config: VllmConfig) -> HeadLayout:
-    """The numbers of the model's own format, unless a feature keeps them in another one. Tensors and memory plans both follow from it."""
+def head_layout(config: VllmConfig) -> tuple[str, str, int]:
+    """How the KV cache holds one head's key, or value, of one token: (its format, as a user names it; the dtype of the cache's tensors; so many of these).
+    Tensors and memory plans both follow from it. The model's own numbers, unless a feature has another format for them."""
     own, dtype = find("engine", "head_layout"), config.model_config.dtype
-    return HeadLayout(*(own and own(config)) or (dtype, dtype, config.shape.head_dim))
+    return (own and own(config)) or (dtype, dtype, config.shape.head_dim)
 
 
 def kv_block_bytes(config: VllmConfig) -> int:
     """Bytes of one KV-cache block over all layers: keys and values."""
-    shape, layout = config.shape, head_layout(config)
-    per_token = 2 * shape.num_layers * shape.num_kv_heads * layout.size * _ITEM_BYTES[layout.dtype]
+    shape, (_, dtype, size) = config.shape, head_layout(config)
+    per_token = 2 * shape.num_layers * shape.num_kv_heads * size * _ITEM_BYTES[dtype]
     per_token += sum(more(config) for more in each(VllmConfig, "kv_per_token")) * item_bytes(config)
     return per_token * config.cache_config.block_size
 

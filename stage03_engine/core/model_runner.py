@@ -54,9 +54,9 @@ class ModelRunner:
 
     def new_kv_caches(self, num_blocks: int, device: torch.device) -> list[Tensor]:
         """One [2, num_blocks, block_size, num_kv_heads, head_dim] tensor per layer; a feature may hold heads in other sizes."""
-        shape, layout = self.config.shape, head_layout(self.config)
-        size = (2, num_blocks, self.block_size, shape.num_kv_heads, layout.size)
-        return [_zeros(size, getattr(torch, layout.dtype), device) for _ in range(shape.num_layers)]
+        shape, (_, dtype, head_size) = self.config.shape, head_layout(self.config)
+        size = (2, num_blocks, self.block_size, shape.num_kv_heads, head_size)
+        return [_zeros(size, getattr(torch, dtype), device) for _ in range(shape.num_layers)]
 
     def initialize_kv_cache(self, num_blocks: int) -> None:
         """Allocate the KV cache."""

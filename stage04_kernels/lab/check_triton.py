@@ -8,13 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from stage04_kernels.backends.reference import paged_attention_reference, write_kv_reference
+from stage04_kernels.backends.reference import paged_attention_reference, reference_attention, write_kv_reference
 from stage04_kernels.features import rope
+from stage04_kernels.features.kv_cache_8bit import triton_kernels as codes
+from stage04_kernels.features.kv_cache_8bit.attention import through_a_copy
+from stage04_kernels.features.kv_cache_8bit.cache import write_kv_8bit
+from stage04_kernels.features.kv_cache_8bit.formats import FORMATS
 from stage04_kernels.features.logits_processors import Penalties, apply_penalties
 from stage04_kernels.lab import layers_reference, sampler_reference
 from stage04_kernels.lab.cases import AttentionCase, make_attention_case
@@ -149,6 +155,34 @@ def check_kv_triton(seed: int) -> Iterator[Row]:
         yield from (written, turned, cached)
 
 
+def check_codes_triton(seed: int) -> Iterator[Row]:
+    """A KV cache of 8 bits, written and read: each format with grouped heads, padding and splits; the caches are compared byte by byte."""
+    for kv_format in FORMATS.values():
+        for dtype in (torch.float32, torch.bfloat16):
+            written = Row(f"write_kv_8bit_triton: {kv_format.name}", "write_kv_8bit", EXACT, _name(dtype))
+            read = Row(f"paged_attention_8bit: {kv_format.name}", "through_a_copy", TOLERANCES[dtype], _name(dtype))
+            for tiles, num_splits in product(tile_choices(), (None, 2)):
+                case = make_attention_case(
+                    [1, 9, 1], [20, 6, 33], num_heads=4, num_kv_heads=2, num_padding=2, dtype=dtype, seed=seed
+                )
+                earlier = case.kv_cache.nan_to_num(nan=0.0)
+                head = kv_format.head_bytes(earlier.shape[-1])
+                slow = torch.zeros(*earlier.shape[:-1], head, dtype=torch.uint8)
+                keys, values = earlier.flatten(1, 2)
+                write_kv_8bit(keys, values, slow, torch.arange(earlier[0, ..., 0, 0].numel()), kv_format)
+                there = on_device(replace(case, kv_cache=slow))
+                fast, twin = there.kv_cache.clone(), through_a_copy(reference_attention, kv_format)
+                wanted = twin(case.query, case.key, case.value, slow, case.metadata, case.scale)
+                codes.write_kv_8bit_triton(there.key, there.value, fast, there.metadata.slot_mapping, kv_format)
+                written.compare(fast.cpu(), slow)
+                launch = partial(codes.launch_8bit, kv_format=kv_format)
+                out = paged_attention.paged_attention_triton(
+                    there.query, fast, there.metadata, case.scale, num_splits=num_splits, tiles=tiles, launch=launch
+                )
+                read.compare(out.cpu(), wanted)
+            yield from (written, read)
+
+
 def check_layers_triton(seed: int) -> Iterator[Row]:
     """Norms with and without a residual, activations."""
     generator = torch.Generator().manual_seed(seed)
@@ -243,6 +277,7 @@ CHECKS: list[Callable[[int], Iterator[Row]]] = [
     check_one_head,
     check_attention_triton,
     check_kv_triton,
+    check_codes_triton,
     check_layers_triton,
     check_sampler_triton,
 ]

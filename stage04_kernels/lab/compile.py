@@ -159,7 +159,12 @@ def code_variants(dtype: str = "bf16") -> Iterator[Variant]:
             ("decode", 64, 1, 1), ("prefill", 64, 1, 512), ("decode", 128, 4, 1), ("prefill", 128, 4, 512),
         ):  # fmt: skip
             plain = _attention_variant("", head_dim, group, max_query_len, dtype=dtype)
-            block = {"NUM_KV_HEADS": 8, "BLOCK_BYTES": 16 * 8 * kv_format.head_bytes(head_dim)}
+            tile = NARROW.tile(group, max_query_len, head_dim, 4 if dtype == "f32" else 2, False)
+            block = {
+                "BLOCK_N": codes.num_keys(tile, 4 if dtype == "f32" else 2, head_dim),
+                "NUM_KV_HEADS": 8,
+                "BLOCK_BYTES": 16 * 8 * kv_format.head_bytes(head_dim),
+            }
             yield replace(
                 plain, name=f"paged_attention {what} {head_dim}, {name}", kernel=codes._paged_attention_8bit,
                 constants=plain.constants | block | format_, types=plain.types | memory | scales,
@@ -238,10 +243,12 @@ def sampler_variants() -> Iterator[Variant]:
 
 def variants(full: bool = False) -> Iterator[Variant]:
     """What `compile` compiles: the model's kernels in bfloat16, the plainest of attention also in float32, the sampler; `full`: every
-    kernel in all three formats."""
+    kernel in all three formats, but those of an 8-bit cache, which are held to no budget in float32."""
     for dtype in ("bf16", "f32", "f16") if full else ("bf16", "f32"):
         found = [*attention_variants(dtype), *other_variants(dtype)]
         yield from found if full or dtype == "bf16" else found[:6]  # decodes and prefills
+        if dtype != "f32":  # with heads of 128 their prefills spill: slow there, and right
+            yield from code_variants(dtype)
     yield from sampler_variants()
 
 

@@ -253,7 +253,7 @@ def test_the_interpreted_kernels_are_the_twin(
     assert torch.equal(codes.kv_cache, slow.kv_cache)
     found = paged_attention_triton(
         case.query, codes.kv_cache, case.metadata, case.scale, case.window, num_splits=num_splits,
-        tiles=replace(ATTENTION_TILES[tiles], upcast=True), launch=partial(triton_kernels._launch_8bit, kv_format=kv_format),
+        tiles=replace(ATTENTION_TILES[tiles], upcast=True), launch=partial(triton_kernels.launch_8bit, kv_format=kv_format),
     )  # fmt: skip
     allowed = TOLERANCES[case.query.dtype]
     torch.testing.assert_close(found, wanted, atol=allowed.atol, rtol=allowed.rtol)

@@ -651,7 +651,17 @@ static inline void store(float* to, floats x) { *(any_floats*)to = x; }
 // A block of codes is [block_size, kv_heads, dim], and behind it are float32 scales [block_size, kv_heads], if the format has any. Rounding
 // is to the nearest, ties to even, as in torch: what is written, and what is read, is the slow twin's, bit for bit.
 
-typedef int8_t bytes __attribute__((vector_size(V)));
+static inline ints widen(const int8_t* codes) {  // V of them
+#if defined(__AVX512F__)
+  return (ints)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)codes));
+#elif defined(__AVX2__)
+  return (ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)codes));
+#else  // compilers widen a vector of bytes one by one
+  ints wide;
+  for (int i = 0; i < V; i++) wide[i] = codes[i];
+  return wide;
+#endif
+}
 
 struct Int8 {
   static constexpr float LARGEST = 127.0f;
@@ -688,9 +698,9 @@ template <int E, int M> struct Fp8 {
 // One head of one token as float32, times its scale, with zeros up to `wide`.
 template <class F> static void decode_head(const int8_t* codes, float scale, float* to, long dim, long wide) {
   for (long d = 0; d < wide; d += V) {
-    bytes part = {};
-    std::memcpy(&part, codes + d, std::max(0L, std::min<long>(V, dim - d)));
-    store(to + d, F::decode(__builtin_convertvector(part, ints)) * scale);
+    int8_t tail[V] = {};
+    if (d + V > dim) std::copy(codes + std::min(d, dim), codes + dim, tail);
+    store(to + d, F::decode(widen(d + V > dim ? tail : codes + d)) * scale);
   }
 }
 

@@ -215,18 +215,25 @@ def write_kv_8bit_triton(
     )  # fmt: skip
 
 
-def _launch_8bit(
+def num_keys(tile: Tile, itemsize: int, head_dim: int) -> int:
+    """Keys per iteration: codes on their way to float32 take registers that the tile for large heads in float32 does not leave."""
+    return tile.keys // 2 if itemsize == 4 and head_dim > 64 else tile.keys
+
+
+def launch_8bit(
     out: Tensor, lse: Tensor, query: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, plan: tuple[Tensor, Tensor],
     scale: float, window: int | None, num_splits: int, tile: Tile, tiles: AttentionTiles, kv_format: KVFormat,
 ) -> None:  # fmt: skip
+    """What `paged_attention_triton` launches over a cache of codes."""
     query = query if query.stride(2) == 1 else query.contiguous()
     head_dim, block_size, num_kv_heads = query.shape[2], *kv_cache.shape[2:4]
+    keys = num_keys(tile, query.itemsize, head_dim)
     _paged_attention_8bit[(len(plan[0]), num_kv_heads, num_splits)](
         out, lse, query, *_memory(kv_cache, kv_format), metadata.block_table, metadata.seq_lens, metadata.query_start_loc,
         *plan, scale, window or 0, query.stride(0), query.stride(1), metadata.block_table.stride(0),
         NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, PADDED_DIM=max(16, next_power_of_2(head_dim)), BLOCK_SIZE=block_size,
         BLOCK_BYTES=block_size * num_kv_heads * kv_format.head_bytes(head_dim), GROUP=query.shape[1] // num_kv_heads,
-        BLOCK_M=tile.rows, BLOCK_N=tile.keys, NUM_SPLITS=num_splits, HAS_WINDOW=window is not None, UPCAST=tiles.upcast,
+        BLOCK_M=tile.rows, BLOCK_N=keys, NUM_SPLITS=num_splits, HAS_WINDOW=window is not None, UPCAST=tiles.upcast,
         MANTISSA=MANTISSA[kv_format.dtype], HAS_SCALES=kv_format.has_scales, num_warps=tile.num_warps,
         num_stages=tiles.num_stages,
     )  # fmt: skip
@@ -234,7 +241,7 @@ def _launch_8bit(
 
 def triton_attention_8bit(other: AttentionBackend, kv_format: KVFormat) -> AttentionBackend:
     """The attention over a cache of codes; `other`, the slow twin, is not needed. Queries and keys are rotated before, in torch."""
-    launch = partial(_launch_8bit, kv_format=kv_format)
+    launch = partial(launch_8bit, kv_format=kv_format)
 
     def attention(
         query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, scale: float,

@@ -22,7 +22,7 @@ class QuantizedCacheHook(RunnerHook):
 
     def __init__(self, runner: ModelRunner, config: VllmConfig) -> None:
         super().__init__(runner, config)
-        self.format = FORMATS[head_layout(config).format]
+        self.format = FORMATS[head_layout(config)[0]]
         self.path = ""
         try:
             as_stored(torch.ones(1, 1, device=runner.device), self.format)

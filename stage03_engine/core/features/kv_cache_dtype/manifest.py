@@ -64,7 +64,7 @@ class KVCacheDtypeFlags:
 
 
 def head_layout(config: VllmConfig) -> tuple[str, str, int] | None:
-    """What `HeadLayout` says of a head; None if it is in the model's own format."""
+    """What `kv_cache_size.head_layout` says; None if it is in the model's own format."""
     name = config.cache_config.kv_cache_dtype
     if name == AUTO:
         return None

@@ -37,7 +37,7 @@ _HARMLESS = (
 def compatibility_hash(config: VllmConfig) -> str:
     """32 hex digits that differ whenever one engine's blocks would be wrong for another. Reads all of the weights. Raises ConfigError for files that cannot
     be read."""
-    found = hashlib.sha256(f"2 {config.cache_config.block_size} {head_layout(config).format} ".encode())
+    found = hashlib.sha256(f"2 {config.cache_config.block_size} {head_layout(config)[0]} ".encode())
     model = replace(config.model_config, model_path=None, tokenizer_path=None, max_model_len=None)
     sections = {"model_config": model, "device_config": replace(config.device_config, num_threads=None)}
     for name in config.__dataclass_fields__:
