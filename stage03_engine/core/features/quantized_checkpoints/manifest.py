@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from stage03_engine.config import VllmConfig
     from stage03_engine.model_path import ModelFiles
 
+KEYS = ("quantization_config", "compression_config")
 HOOK = "stage03_engine.core.features.quantized_checkpoints.load:QuantizedCheckpointHook"
 
 
@@ -33,9 +34,16 @@ class CheckpointFlags:
         """What config.json says. Random weights (`--load-format dummy`) are not quantized. Raises ConfigError for what cannot be read."""
         if files.model_path is None or values.get("load_format") == "dummy":
             return {}
-        from stage03_engine.core.features.quantized_checkpoints.schemes import read_config
+        from stage03_engine.hf_config import read_json
 
-        return {"checkpoint_quantization": read_config(Path(files.model_path) / "config.json")}
+        path = Path(files.model_path) / "config.json"
+        config = read_json(path)
+        key = next((key for key in KEYS if config.get(key) is not None), None)
+        if key is None:
+            return {}
+        from stage03_engine.core.features.quantized_checkpoints.schemes import checked
+
+        return {"checkpoint_quantization": checked(path, key, config[key])}
 
     @staticmethod
     def check(config: VllmConfig) -> None:

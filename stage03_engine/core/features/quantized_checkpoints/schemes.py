@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from stage03_engine.errors import ConfigError
-from stage03_engine.hf_config import read_json
 
-KEYS = ("quantization_config", "compression_config")
 REFUSED = {
     "bitsandbytes": "its matrices are compressed for bitsandbytes' own GPU kernels; serve the model that it was made of, with --quantization int4",
     "gguf": "its weights lie in a file of llama.cpp's, not in safetensors; serve the model that it was made of, with --quantization int4",
@@ -24,7 +22,7 @@ FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantize
 class Settings:
     """A quantization_config, read key by key. Every refusal names the file and the key."""
 
-    def __init__(self, path: Path, values: Mapping[str, Any], place: str = KEYS[0]) -> None:
+    def __init__(self, path: Path, values: Mapping[str, Any], place: str) -> None:
         self.path, self.values, self.place = path, values, place
 
     def refuse(self, message: str) -> NoReturn:
@@ -123,13 +121,8 @@ CHECKS: dict[str, Callable[[Settings], None]] = {
 """quant_method -> what refuses settings that its reader (readers.py) does not know."""
 
 
-def read_config(path: Path) -> dict[str, Any] | None:
-    """The quantization_config in a config.json, with its `quant_method` filled in; None if the checkpoint is not quantized. Raises ConfigError."""
-    values = read_json(path)
-    key = next((key for key in KEYS if values.get(key) is not None), None)
-    if key is None:
-        return None
-    found = values[key]
+def checked(path: Path, key: str, found: Any) -> dict[str, Any]:
+    """What config.json at `path` has at `key`, with its `quant_method` filled in. Raises ConfigError."""
     if not isinstance(found, dict):
         raise ConfigError(f"{path}: {key} must be an object, not {str(found)[:80]!r}")
     method = found.get("quant_method", "compressed-tensors" if "config_groups" in found else None)
