@@ -44,9 +44,8 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(self.stored_size))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
         self.activation = activation
-        self.addends: list[
-            Callable[[Tensor, Tensor], Tensor]
-        ] = []  # (x, y) -> y with something added, perhaps in place
+        # (x, y) -> y with something added, perhaps in place
+        self.addends: list[Callable[[Tensor, Tensor], Tensor]] = []
 
     @property
     def stored_size(self) -> tuple[int, int]:
@@ -122,8 +121,6 @@ def assign_weights(
             raise ConfigError(f"{name} holds {tensor.dtype}; quantized weights are not supported")
         check_finite(name, tensor)
         loaded[target] = nn.Parameter(tensor, requires_grad=False)
-    if missing := sorted(
-        {name for name, _ in model.named_parameters()} - loaded.keys()
-    ):  # hooks may have taken some out
+    if missing := sorted(dict(model.named_parameters()).keys() - loaded.keys()):  # hooks may have taken some out
         raise ConfigError(f"the checkpoint lacks {len(missing)} tensors: {', '.join(missing[:5])}")
     model.load_state_dict(loaded, assign=True)

@@ -39,13 +39,13 @@ class CheckpointFlags:
         from stage03_engine.hf_config import Config  # not while the settings are put together
 
         path = Path(files.model_path) / "config.json"
-        stored = Config(path, SimpleNamespace(**values)).values
-        key = next((key for key in KEYS if stored.get(key) is not None), None)
+        config = Config(path, SimpleNamespace(**values)).values
+        key = next((key for key in KEYS if config.get(key) is not None), None)
         if key is None:
             return {}
-        from stage03_engine.core.features.quantized_checkpoints.schemes import read_config
+        from stage03_engine.core.features.quantized_checkpoints.schemes import checked
 
-        return {"checkpoint_quantization": read_config(path, stored, key)}
+        return {"checkpoint_quantization": checked(path, key, config[key])}
 
     @staticmethod
     def check(config: VllmConfig) -> None:

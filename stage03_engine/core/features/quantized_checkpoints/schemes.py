@@ -22,7 +22,7 @@ FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantize
 class Settings:
     """A quantization_config, read key by key. Every refusal names the file and the key."""
 
-    def __init__(self, path: Path, values: Mapping[str, Any], place: str = "quantization_config") -> None:
+    def __init__(self, path: Path, values: Mapping[str, Any], place: str) -> None:
         self.path, self.values, self.place = path, values, place
 
     def refuse(self, message: str) -> NoReturn:
@@ -121,9 +121,8 @@ CHECKS: dict[str, Callable[[Settings], None]] = {
 """quant_method -> what refuses settings that its reader (readers.py) does not know."""
 
 
-def read_config(path: Path, values: dict[str, Any], key: str) -> dict[str, Any]:
-    """The quantization_config, at this key of a config.json, with its `quant_method` filled in. Raises ConfigError."""
-    found = values[key]
+def checked(path: Path, key: str, found: Any) -> dict[str, Any]:
+    """What config.json at `path` has at `key`, with its `quant_method` filled in. Raises ConfigError."""
     if not isinstance(found, dict):
         raise ConfigError(f"{path}: {key} must be an object, not {str(found)[:80]!r}")
     method = found.get("quant_method", "compressed-tensors" if "config_groups" in found else None)
