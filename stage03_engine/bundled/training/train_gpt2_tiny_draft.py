@@ -116,6 +116,31 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
+FIGURES = ("held_out_agreement", "held_out_overlap", "greedy_agreement", "sampled_overlap")
+
+
+class Lessons:
+    """What the draft learns from, and what it is compared on; `texts` [num_texts, CONTEXT] were read by the target, the others never."""
+
+    def __init__(self, args: argparse.Namespace, target: GPT2LMHeadModel) -> None:
+        text, tokenizer = args.text.read_text(encoding="utf-8"), Tokenizer.from_file(str(TARGET / "tokenizer.json"))
+        cut = int(len(text) * (1 - HELD_OUT_FRACTION))
+        train, held_out = (torch.tensor(tokenizer.encode(part).ids) for part in (text[:cut], text[cut:]))
+        with LLM(str(TARGET), dtype="float32", num_threads=args.threads, enable_prefix_caching=False) as llm:
+            count = args.own_texts // len(TEMPERATURES)
+            own = [write_texts(llm, windows(train, count, PROMPT), each) for each in TEMPERATURES]
+            self.greedy, self.sampled = (write_texts(llm, windows(held_out, 8, PROMPT), each) for each in (0.0, 1.0))
+        self.texts = torch.cat([windows(train, args.texts, CONTEXT), *own])
+        self.taught = teach(target, self.texts)
+        self.target, self.held_out = target, held_out[: len(held_out) // CONTEXT * CONTEXT].view(-1, CONTEXT)[:16]
+
+    def examine(self, draft: GPT2LMHeadModel) -> tuple[float, ...]:
+        """The FIGURES of a draft."""
+        greedy, _ = compare(self.target, draft, self.greedy)
+        _, sampled = compare(self.target, draft, self.sampled)
+        return (*compare(self.target, draft, self.held_out), greedy, sampled)
+
+
 def main() -> None:
     """The target's texts, then training, with a comparison every 100 steps; the last weights are kept."""
     args = parse_args()
@@ -123,57 +148,28 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     args.out.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(TARGET / "tokenizer.json", args.out / "tokenizer.json")
-    text = args.text.read_text(encoding="utf-8")
-    cut, tokenizer = int(len(text) * (1 - HELD_OUT_FRACTION)), Tokenizer.from_file(str(TARGET / "tokenizer.json"))
-    train, held_out = (torch.tensor(tokenizer.encode(part).ids) for part in (text[:cut], text[cut:]))
     target = GPT2LMHeadModel.from_pretrained(TARGET, dtype=torch.float32).eval()
     draft, started = build_draft(), time.monotonic()
     write_config(draft, args.out)
-    print(f"{draft.num_parameters() / 1e6:.3f} M parameters", flush=True)
-
-    with LLM(str(TARGET), dtype="float32", num_threads=args.threads, enable_prefix_caching=False) as llm:
-        count = args.own_texts // len(TEMPERATURES)
-        own = [write_texts(llm, windows(train, count, PROMPT), each) for each in TEMPERATURES]
-        unseen = torch.cat([write_texts(llm, windows(held_out, 8, PROMPT), each) for each in (0.0, 1.0)])
-    texts = torch.cat([windows(train, args.texts, CONTEXT), *own])
-    print(f"texts written after {time.monotonic() - started:.0f} s", flush=True)
-    taught = teach(target, texts)
-    print(f"and read by the target after {time.monotonic() - started:.0f} s", flush=True)
-    held_out = held_out[: len(held_out) // CONTEXT * CONTEXT].view(-1, CONTEXT)[:16]
-
+    lessons = Lessons(args, target)
+    print(
+        f"{draft.num_parameters() / 1e6:.3f} M parameters; texts after {time.monotonic() - started:.0f} s", flush=True
+    )
     optimizer = torch.optim.AdamW(draft.parameters(), lr=args.peak_lr, betas=(0.9, 0.98), weight_decay=0.01)
     with open(args.out / "training_log.csv", "w", newline="") as log:
         rows = csv.writer(log)
-        rows.writerow(
-            (
-                "step",
-                "kl_nats_per_token",
-                "held_out_agreement",
-                "held_out_overlap",
-                "greedy_agreement",
-                "sampled_overlap",
-                "seconds",
-            )
-        )
+        rows.writerow(("step", "kl_nats_per_token", *FIGURES, "seconds"))
         for step in range(1, args.steps + 1):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step - 1, args.steps, args.peak_lr)
-            chosen = torch.randint(len(texts), (args.batch,))
-            loss = train_step(draft, optimizer, texts[chosen], taught[chosen])
+            chosen = torch.randint(len(lessons.texts), (args.batch,))
+            loss = train_step(draft, optimizer, lessons.texts[chosen], lessons.taught[chosen])
             if step % 100 == 0 or step == args.steps:
-                figures = (
-                    *compare(target, draft, held_out), compare(target, draft, unseen[:8])[0], compare(target, draft, unseen[8:])[1],
-                )  # fmt: skip
-                rows.writerow(
-                    (step, round(loss, 4), *(round(f, 4) for f in figures), round(time.monotonic() - started))
-                )
+                row = (step, *(round(f, 4) for f in (loss, *lessons.examine(draft))), round(time.monotonic() - started))
+                rows.writerow(row)
                 log.flush()
                 save(draft, args.out)
-                print(
-                    f"step {step}: KL {loss:.3f}; held out: agreement {figures[0]:.3f}, overlap {figures[1]:.3f}; "
-                    f"the target's own: greedy agreement {figures[2]:.3f}, sampled overlap {figures[3]:.3f}; "
-                    f"{time.monotonic() - started:.0f} s", flush=True,
-                )  # fmt: skip
+                print(*row, flush=True)
 
 
 if __name__ == "__main__":
