@@ -209,3 +209,12 @@ def test_the_slices_are_cut_from_the_checkpoint(tmp_path: Path) -> None:
     name = "h.0.mlp.c_fc.weight"
     assert torch.equal(torch.cat([each[name] for each in ranks], 1), whole[name])
     assert all(torch.equal(each["ln_f.weight"], whole["ln_f.weight"]) for each in ranks)
+
+
+def test_a_draft_is_read_as_it_is_stored(tmp_path: Path) -> None:
+    """Whatever the target is stored as."""
+    draft = {"model": "gpt2-tiny-draft", "num_speculative_tokens": 3}
+    expected = answers("gpt2-tiny")
+    assert answers(str(folder_with(tmp_path / "pt", w__bin=tensors())), speculative_config=draft) == expected
+    save_sharded_state(EngineArgs.from_kwargs(model="gpt2-tiny"), tmp_path / "cut")
+    assert answers(str(tmp_path / "cut"), load_format="sharded_state", speculative_config=draft) == expected

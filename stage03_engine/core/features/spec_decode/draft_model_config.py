@@ -64,11 +64,13 @@ def parse_draft_model(given: dict[str, Any], values: Mapping[str, Any], files: M
             f"speculative_config: adaptive_num_speculative_tokens must be true or false, not {adaptive!r}"
         )
     count = positive("num_speculative_tokens", given.get("num_speculative_tokens"))
-    draft = _find(model, values["load_format"], files)
+    # the target may be stored in a way that the draft is not: slices, or pickled
+    draft = _find(model, "dummy" if values["load_format"] == "dummy" else "auto", files)
     return {
         "method": "draft_model",
         "num_speculative_tokens": count,
         "draft_model_path": draft.model_path,
+        "draft_load_format": "dummy" if values["load_format"] == "dummy" else draft.load_format,
         "draft_shape": asdict(draft.shape),
         "draft_max_model_len": _context(given.get("max_model_len"), draft),
         "draft_sample_method": method,
@@ -167,7 +169,7 @@ def draft_config(config: VllmConfig) -> VllmConfig:
     return VllmConfig(
         model_config=ModelConfig(
             dtype=config.model_config.dtype, max_model_len=min(own.draft_max_model_len, config.max_model_len),
-            load_format=config.model_config.load_format, seed=config.model_config.seed, model_path=own.draft_model_path,
+            load_format=own.draft_load_format, seed=config.model_config.seed, model_path=own.draft_model_path,
             shape=msgspec.convert(own.draft_shape, ModelShape),
         ),
         cache_config=CacheConfig(block_size=config.cache_config.block_size),

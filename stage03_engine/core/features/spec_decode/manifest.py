@@ -57,6 +57,7 @@ class SpeculativeConfig:
     prompt_lookup_max: int = internal(0)
     # Of the model that drafts:
     draft_model_path: str | None = internal(None)
+    draft_load_format: str = internal("auto")
     draft_shape: dict[str, Any] | None = internal(
         None
     )  # a ModelShape, which consists of what manifests like this one add
