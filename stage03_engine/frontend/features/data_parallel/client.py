@@ -244,7 +244,9 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
         for answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, EngineDeadError):
                 raise answer
-        done = [answer for answer in answers if not isinstance(answer, BaseException)]  # who died meanwhile has no answer
+        done = [
+            answer for answer in answers if not isinstance(answer, BaseException)
+        ]  # who died meanwhile has no answer
         if not done and method not in (WATCH, UNWATCH):
             raise EngineDeadError("No engine is ready.")
         if method == "reset_prefix_cache" and all(done):
