@@ -72,7 +72,7 @@ class LoRASchedulerHook(SchedulerHook):
         self._overtakers = 0  # while somebody waits
         self._asked_pins: set[int] | None = None  # `pinned`, from the next decision on
         self._leaving: set[int] = set()  # removed, but unfinished requests use them
-        self._failed: dict[int, str] = {}  # adapters whose requests end, and why
+        self._failed: dict[str, str] = {}  # requests that end because of their adapter, and why
         self._removed: list[int] = []  # the workers are told with the next step
 
     # Arrivals
@@ -206,26 +206,28 @@ class LoRASchedulerHook(SchedulerHook):
         """What was computed without an adapter that could not be read is dropped."""
         report = REPORT.of(runner_output.extras)
         for number, why in ({} if report is None else report.failed).items():
-            self._failed[number] = why
+            requests = dict.fromkeys(request.request_id for request in self._requests_of(number))
+            if requests.keys().isdisjoint(output.num_scheduled_tokens):
+                continue  # they ended while the step was in flight
+            self._failed |= dict.fromkeys(requests, why)
             if number in self.known:
                 self.known[number].failures += 1
-            for request in self._requests_of(number):
-                runner_output.drop(request.request_id)
+            for request_id in requests:
+                runner_output.drop(request_id)
             if trace.on:
                 trace.emit("lora.failed", step=output.step, id=number, message=why)
         return []
 
     def poll(self) -> tuple[list[EngineCoreOutput], bool | None]:
-        """Ends the requests whose adapter could not be read."""
+        """Ends the requests whose adapter could not be read. True if a place is free that somebody waits for."""
         failed, self._failed = self._failed, {}
         ended = []
-        for number, why in failed.items():
-            for request in self._requests_of(number):
-                output = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ERROR, error=why)
-                output.error_param = "lora"
-                ended.append(output)
+        for request_id in [each for each in failed if each in self.scheduler.requests]:
+            output = EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR, error=failed[request_id])
+            output.error_param = "lora"
+            ended.append(output)
         self.scheduler.finish_requests([output.request_id for output in ended], FinishReason.ERROR)
-        return ended, None
+        return ended, True if self.waiting and (len(self.places) < self.max_loras or self._closed is not None) else None
 
     def _requests_of(self, number: int) -> list[Request]:
         return [request for request in self.scheduler.requests.values() if adapter_of(request) == number]
