@@ -88,7 +88,9 @@ def add_low_rank(y: Tensor, x: Tensor, a: Tensor, b: Tensor, groups: RowGroups) 
 
 def low_rank_kernel(backend: str) -> AddLowRank:
     """The `add_low_rank` of an attention backend: with Triton's go Triton's own, with all others torch's."""
-    if backend == "triton":
+    if backend.startswith("triton"):
+        if backend == "triton-interpret":
+            import stage04_kernels.triton_kernels.interpreted  # noqa: F401 - before Triton itself
         from stage04_kernels.triton_kernels.lora import add_low_rank_triton
 
         return add_low_rank_triton

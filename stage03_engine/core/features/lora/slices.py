@@ -50,8 +50,8 @@ class Sliced:
 
     @property
     def _whole(self) -> ModelShape:
-        whole: ModelShape = getattr(self.shape, "whole", self.shape)
-        return whole
+        whole: ModelShape | None = getattr(self.shape, "part_of", None)
+        return self.shape if whole is None else whole
 
 
 def linear_layers(model: nn.Module, shape: ModelShape) -> dict[str, Sliced]:
