@@ -20,7 +20,7 @@ BENCH_SERVE = (["bench", "serve"],)
 CASES = [
     (ENGINE, "--trust-remote-code", True), (ENGINE, "--no-trust-remote-code", True), (ENGINE, "--enable-sleep-mode", False),
     (ENGINE, "--disable-sleep-mode", True), (ENGINE, "--dp-sync-interval 16", True), (ENGINE, "--dp_sync_interval=16.0", True),
-    (ENGINE, "--download-dir /x", True), (ENGINE, "--prefill-context-parallel-size 2", False), (ENGINE, "--kv-cache-dtype auto", True),
+    (ENGINE, "--download-dir /x", True), (ENGINE, "--enable-moe-shared-loras", False), (ENGINE, "--kv-cache-dtype auto", True),
     (ENGINE, "--kv-cache-dtype fp8", False), (BENCH_SERVE, "--trust-remote-code", True),
     (BENCH_SERVE, "--lora-modules a=b", False), (BENCH_SERVE, "--hf-split train", False),
 ]  # fmt: skip
