@@ -47,6 +47,15 @@ class RowGroups:
         return [(place, of.to(self.device)) for place, of in zip(self.places, rows, strict=True)]
 
     @cached_property
+    def stacked(self) -> tuple[Tensor, Tensor] | None:
+        """If several places have equally many rows, as in a step of decodes: the places [n] int64, and their rows [n, m] int64."""
+        counts = np.bincount(self.place_of[self.place_of != NO_PLACE])
+        if len(self.places) < 2 or len(set(counts[counts > 0].tolist())) > 1:
+            return None
+        rows = np.stack([np.flatnonzero(self.place_of == place) for place in self.places])
+        return torch.tensor(self.places).to(self.device), torch.from_numpy(rows).to(self.device)
+
+    @cached_property
     def tiles(self) -> tuple[Tensor, Tensor]:
         """The same for a kernel whose programs take TILE_ROWS rows of one place each: the place of each tile [num_tiles] int32, and
         its rows [num_tiles, TILE_ROWS] int32, -1 where it has fewer."""
@@ -74,11 +83,16 @@ def add_low_rank_reference(y: Tensor, x: Tensor, a: Tensor, b: Tensor, groups: R
 
 
 def add_low_rank(y: Tensor, x: Tensor, a: Tensor, b: Tensor, groups: RowGroups) -> Tensor:
-    """y with the low-rank sums added, in place: two small products for each place that rows use.
+    """y with the low-rank sums added, in place: two small products for each place that rows use, or two batched ones for all of them.
 
     y: [num_rows, out_features]; x: [num_rows, in_features]; a: [num_places, rank, in_features]; b: [num_places, out_features, rank].
     The products are computed in the pairs' number format.
     """
+    if groups.stacked is not None:
+        places, rows_of = groups.stacked
+        hidden = torch.bmm(x[rows_of].to(a.dtype), a[places].transpose(1, 2))  # [n, m, rank]
+        more = torch.bmm(hidden, b[places].transpose(1, 2)).to(y.dtype)
+        return y.index_add_(0, rows_of.flatten(), more.flatten(0, 1))
     for place, rows in groups.by_place:
         own = (x if rows is None else x[rows]).to(a.dtype)
         more = ((own @ a[place].T) @ b[place].T).to(y.dtype)
