@@ -34,7 +34,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "pipeline": {"pipeline_parallel_size": 2},
     "worker process": {"distributed_executor_backend": "mp"},
     "own worker": {"worker_cls": "worker_as_it_is:WorkerAsItIs"},
-    "adapters": {"enable_lora": True},
+    "adapters": {"enable_lora": True, "max_loras": 2},
     "folder": {
         "kv_transfer_config": {
             "kv_connector": "SharedStorageConnector",

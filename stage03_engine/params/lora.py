@@ -12,4 +12,5 @@ class LoRA:
     HOOKS: ClassVar[dict[str, dict[str, str]]] = {
         "lora": {"input": "stage03_engine.frontend.features.adapters:LoRAInputHook"}
     }
-    lora: str | None = None  # the name of an adapter, of --lora-modules
+    lora: str | None = None  # the name of an adapter
+    lora_int_id: int = 0  # its number, by which the engine knows it; set by the front end

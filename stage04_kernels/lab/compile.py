@@ -26,7 +26,7 @@ from triton.compiler import ASTSource, make_backend
 
 from stage04_kernels.features.kv_cache_8bit import triton_kernels as codes
 from stage04_kernels.features.kv_cache_8bit.formats import FORMATS
-from stage04_kernels.triton_kernels import kv_write, layers, logprobs, one_head, paged_attention, sampler
+from stage04_kernels.triton_kernels import kv_write, layers, logprobs, lora, one_head, paged_attention, sampler
 from stage04_kernels.triton_kernels.tiles import NARROW
 
 POINTERS = {"f32": "*fp32", "bf16": "*bf16", "f16": "*fp16", "i32": "*i32", "i64": "*i64", "i8": "*i8", "u8": "*u8"}
@@ -197,6 +197,18 @@ def other_variants(dtype: str = "bf16") -> Iterator[Variant]:
     yield Variant("gelu", layers._gelu, {"TILE": 1024}, {"x_ptr": "x", "out_ptr": "x"}, dtype=dtype)
     gate = {"gate_ptr": "x", "up_ptr": "x", "out_ptr": "x"}
     yield Variant("silu_and_mul", layers._silu_and_mul, {"TILE": 1024}, gate, dtype=dtype)
+    yield from _low_rank_variants(dtype)
+
+
+def _low_rank_variants(dtype: str) -> Iterator[Variant]:
+    """Pairs of rank 16 and 64 beside a matrix of Llama 3 8B."""
+    tiles = {"tile_place_ptr": "i32", "tile_rows_ptr": "i32", "hidden_ptr": "f32"}
+    for rank in (16, 64):
+        own = {"RANK": rank, "PADDED_RANK": rank, "ROWS": 16, "NUM_SPLITS": 8, "UPCAST": False}
+        shrink = own | {"IN": 4096, "BLOCK_K": lora.block_of(rank)}
+        expand = own | {"OUT": 4096, "BLOCK_N": lora.block_of(rank)}
+        yield Variant(f"lora shrink {rank}", lora._shrink, shrink, tiles | {"x_ptr": "x", "a_ptr": "x"}, dtype=dtype)
+        yield Variant(f"lora expand {rank}", lora._expand, expand, tiles | {"y_ptr": "x", "b_ptr": "x"}, dtype=dtype)
 
 
 def _norm_variant(name: str, centre: bool, size: int, has_residual: bool, dtype: str) -> Variant:

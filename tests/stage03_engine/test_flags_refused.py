@@ -19,9 +19,8 @@ ENGINE = (["serve"], ["run-batch", "-i", "a", "-o", "b"], ["bench", "throughput"
 BENCH_SERVE = (["bench", "serve"],)
 CASES = [
     (ENGINE, "--trust-remote-code", True), (ENGINE, "--no-trust-remote-code", True), (ENGINE, "--enable-sleep-mode", False),
-    (ENGINE, "--disable-sleep-mode", True), (ENGINE, "--max-loras 1", True), (ENGINE, "--max_loras=1.0", True),
-    (ENGINE, "--max-loras 2", True), (ENGINE, "--lora-dtype half", False),
-    (ENGINE, "--kv-cache-dtype-skip-layers 0", False), (BENCH_SERVE, "--trust-remote-code", True),
+    (ENGINE, "--disable-sleep-mode", True), (ENGINE, "--dp-sync-interval 16", True), (ENGINE, "--dp_sync_interval=16.0", True),
+    (ENGINE, "--enable-moe-shared-loras", False), (ENGINE, "--kv-cache-dtype-skip-layers 0", False), (BENCH_SERVE, "--trust-remote-code", True),
     (BENCH_SERVE, "--lora-modules a=b", False), (BENCH_SERVE, "--hf-split train", False),
 ]  # fmt: skip
 
@@ -160,8 +159,8 @@ def test_keys_of_a_config_file(tmp_path: Path, capsys: pytest.CaptureFixture[str
         "cudagraph-capture-sizes: [1, 2, 4]",
     )
     refused = {
-        "lora-dtype: half": "--lora-dtype is not supported (only auto is): adapters are loaded at start",
-        "lora-target-modules: [a]": "--lora-target-modules is not supported: adapters are whole on one worker",
+        "lora-dtype: half": "lora_dtype: 'half' is not one of auto, float16, bfloat16, float32",
+        "lora-target-modules: [a]": "--lora-target-modules is not supported: adapters are cut like their layers",
         "enable-sleep-mode: maybe": "--enable-sleep-mode is not supported: ",
         "max-lora: 1": "unknown key 'max-lora'; did you mean",
     }

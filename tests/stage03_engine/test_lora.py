@@ -93,7 +93,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module", params=CONFIGURATIONS)
 def llm(request: pytest.FixtureRequest, family: Family) -> Iterator[LLM]:
     how: dict[str, Any] = SMALL | {"linear_backend": "torch"} | CONFIGURATIONS[request.param]
-    with LLM(str(family.model), enable_lora=True, lora_modules=family.modules, **how) as llm:
+    with LLM(str(family.model), enable_lora=True, max_loras=3, lora_modules=family.modules, **how) as llm:
         yield llm
 
 
@@ -115,7 +115,7 @@ def test_each_request_of_a_mix_gets_the_tokens_of_its_merged_model(
 def test_quantized_weights_and_an_adapter(family: Family, method: str) -> None:
     """What the adapter adds is not quantized, and comes before the activation."""
     how = SMALL | {"quantization": method, "linear_backend": "torch"}
-    with LLM(str(family.model), enable_lora=True, lora_modules=family.modules, **how) as llm:
+    with LLM(str(family.model), enable_lora=True, max_loras=3, lora_modules=family.modules, **how) as llm:
         together = tokens_of(llm, [("all", 0), (None, 0), ("attention", 0)])
         assert together == [tokens_of(llm, [(name, 0)])[0] for name in ("all", None, "attention")]
         assert together[0] != together[1]
@@ -124,9 +124,8 @@ def test_quantized_weights_and_an_adapter(family: Family, method: str) -> None:
 
 
 def test_the_trace_says_what_was_loaded_and_which_rows_it_got(family: Family, tmp_path: Path) -> None:
-    with LLM(
-        str(family.model), enable_lora=True, lora_modules=family.modules, trace=str(tmp_path / "trace"), **SMALL
-    ) as llm:
+    how: dict[str, Any] = SMALL | {"trace": str(tmp_path / "trace"), "max_loras": 2}
+    with LLM(str(family.model), enable_lora=True, lora_modules=family.modules, **how) as llm:
         tokens_of(llm, [("all", 0), (None, 1), ("last", 2)])
     run = read_run(tmp_path / "trace")
     loaded = {event.args["adapter"]: event.args for event in run.named("lora.loaded")}
@@ -173,6 +172,14 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "numbers": (broken(lambda config, tensors: tensors.update({FIRST: torch.ones(4, 256).int()})), "holds torch.int32"),
     "NaN": (broken(lambda config, tensors: tensors[FIRST].fill_(torch.nan)), "NaN or infinity"),
     "another tensor": (broken(lambda config, tensors: tensors.update(x=torch.ones(1))), "belongs to no pair: x"),
+    "a layer": (
+        broken(lambda config, tensors: (config.update(target_modules=["c_attn"]), [tensors.pop(FIRST.replace("h.0", "h.1").replace("_A", part)) for part in ("_A", "_B")])),
+        "lora_A and lora_B of h.1.attn.c_attn are missing",
+    ),
+    "another base": (
+        broken(lambda config, tensors: (config.update(base_model_name_or_path="other"), tensors.update({FIRST: torch.ones(4, 3)}))),
+        r"shape \[4, 3\], and the model needs \[4, 256\] \(it says that it was made for 'other'\)",
+    ),
     "another layer": (
         broken(lambda config, tensors: tensors.update({FIRST.replace("h.0", "h.9"): torch.ones(4, 256)})),
         "the model has no linear layer h.9.attn.c_attn",
@@ -200,6 +207,12 @@ def test_an_adapter_that_is_broken_or_belongs_to_another_model(name: str, tmp_pa
         ({"enable_lora": True, "lora_modules": ('{"name": "a", "pth": "b"}',)}, "unknown key 'pth'"),
         ({"enable_lora": True, "lora_modules": ('{"name": null, "path": "b"}',)}, "is not name=folder"),
         ({"enable_lora": True, "max_lora_rank": 0}, "max_lora_rank"),
+        ({"enable_lora": True, "max_loras": 0}, "max_loras"),
+        (
+            {"enable_lora": True, "max_loras": 3, "max_cpu_loras": 2},
+            "max_cpu_loras 2 must be at least max_loras, which is 3",
+        ),
+        ({"enable_lora": True, "lora_dtype": "float64"}, "'float64' is not one of auto, float16"),
     ],
 )
 def test_settings_that_are_refused(given_settings: dict[str, Any], says: str) -> None:

@@ -134,7 +134,6 @@ def test_a_scheduler_that_is_not_there(name: str, tmp_path: Path) -> None:
 
 
 NEEDS_NONE = {
-    "LoRASchedulerHook": "it names the adapter in the hashes of blocks, and the hashes are in the recording",
     "PoolSizeHook": "a request that it refuses is never queued",
     "CheckInvariantsHook": "it looks at the state after a step, and changes nothing",
     "ProfilerHook": "it overrides nothing that a decision is made of",

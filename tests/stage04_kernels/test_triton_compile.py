@@ -77,11 +77,11 @@ def test_what_breaks_a_budget_is_said(change: dict[str, object], problem: str) -
 
 def test_every_kernel_of_the_package_is_compiled() -> None:
     """A new kernel must be named in compile.py."""
-    from stage04_kernels.triton_kernels import kv_write, layers, logprobs, one_head, paged_attention, sampler
+    from stage04_kernels.triton_kernels import kv_write, layers, logprobs, lora, one_head, paged_attention, sampler
 
     launched = {
         name
-        for module in (kv_write, layers, logprobs, one_head, paged_attention, sampler)
+        for module in (kv_write, layers, logprobs, lora, one_head, paged_attention, sampler)
         for name, value in vars(module).items()
         if type(value).__name__ in ("InterpretedFunction", "JITFunction") and value.fn.__module__ == module.__name__
     }

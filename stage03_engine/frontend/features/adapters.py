@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.input_processor import InputHook
 from stage03_engine.sampling_params import SamplingParams
@@ -19,4 +21,5 @@ class LoRAInputHook(InputHook):
             raise InvalidRequestError(
                 f"lora: there is no adapter {str(params.lora)[:100]!r}; there are {shown}.", "lora"
             )
-        return params
+        number = list(known).index(params.lora) + 1  # as the engine numbers them when it starts
+        return msgspec.structs.replace(params, lora_int_id=number)

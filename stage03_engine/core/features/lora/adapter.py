@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load
 from torch import Tensor
 
-from stage03_engine.core.models.layers import Linear, check_finite
+from stage03_engine.core.features.lora.files import CONFIG, WEIGHTS, digest_of, read_files
+from stage03_engine.core.features.lora.slices import Sliced
+from stage03_engine.core.models.layers import check_finite
 from stage03_engine.errors import ConfigError
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 TENSOR = re.compile(r"base_model\.model\.(?:transformer\.|model\.)?(.+)\.lora_([AB])\.weight")
 MOST_ALPHA = 1_000_000
 NOT_BUILT = ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "bias")
@@ -41,6 +44,7 @@ class Adapter:
     name: str
     rank: int
     pairs: dict[str, Pair]
+    digest: str  # of its files
 
     @property
     def num_bytes(self) -> int:
@@ -48,36 +52,54 @@ class Adapter:
         return sum(pair.a.nbytes + pair.b.nbytes for pair in self.pairs.values())
 
 
-def read_adapter(
-    name: str, folder: Path, layers: dict[str, Linear], max_rank: int, dtype: torch.dtype, device: torch.device
-) -> Adapter:
-    """Raises ConfigError, with the adapter's name, for one that is not whole, does not fit these layers, or asks for what is not built."""
+def read_adapter(name: str, folder: Path, layers: Mapping[str, Sliced], max_rank: int, dtype: torch.dtype) -> Adapter:
+    """An adapter in CPU memory; of several workers each keeps its slices. Raises ConfigError, with the adapter's name, for one that is not
+    whole, does not fit these layers, or asks for what is not built."""
+    config: dict[str, Any] = {}
     try:
-        rank, scale = _rank_and_scale(_read_config(folder), max_rank)
-        found = _read_tensors(folder)
-        if not found:
-            raise ConfigError(f"{WEIGHTS} holds no pairs")
+        files = read_files(folder)
+        config = _read_config(files[0])
+        rank, scale = _rank_and_scale(config, max_rank)
+        found = _read_tensors(files[1])
+        _check_whole(config, found, layers)
         pairs = {}
         for layer, parts in found.items():
-            if layer not in layers:
-                raise ConfigError(f"the model has no linear layer {layer[:200]}")
-            a, b = (
-                _checked(f"lora_{part} of {layer}", parts.get(part), _size(layers[layer], part, rank)) for part in "AB"
-            )
-            pairs[layer] = Pair(a.to(device, dtype), (b.float() * scale).to(device, dtype))
-            check_finite(f"scale times lora_B of {layer}, in {dtype},", pairs[layer].b)
+            own = layers[layer]
+            a, b = (_checked(f"lora_{part} of {layer}", parts.get(part), own.size(part, rank)) for part in "AB")
+            pairs[layer] = pair = Pair(own.cut("A", a).to(dtype), (own.cut("B", b).float() * scale).to(dtype))
+            check_finite(f"scale times lora_B of {layer}, in {dtype},", pair.b)
     except ConfigError as error:
-        raise ConfigError(f"adapter {name}: {error}") from error
-    return Adapter(name, rank, pairs)
+        raise ConfigError(f"adapter {name}: {error}{_made_for(config, error)}") from error
+    return Adapter(name, rank, pairs, digest_of(files))
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def _made_for(config: dict[str, Any], error: ConfigError) -> str:
+    """Which model the adapter says it belongs to, if it does not fit this one."""
+    base = config.get("base_model_name_or_path")
+    fits = not any(said in str(error) for said in ("the model needs", "the model has no"))
+    return "" if fits or not isinstance(base, str) or not base else f" (it says that it was made for {base[:100]!r})"
+
+
+def _check_whole(config: dict[str, Any], found: dict[str, dict[str, Tensor]], layers: Mapping[str, Sliced]) -> None:
+    """Raises ConfigError if it has no pairs, one that belongs to no layer, or lacks some of those that `target_modules` names."""
+    if not found:
+        raise ConfigError(f"{WEIGHTS} holds no pairs")
+    for layer in found:
+        if layer not in layers:
+            raise ConfigError(f"the model has no linear layer {layer[:200]}")
+    targets = config.get("target_modules")
+    chosen = any(config.get(key) is not None for key in ("layers_to_transform", "exclude_modules"))
+    if isinstance(targets, list) and not chosen:  # else it is a pattern, or a choice among them
+        for layer in layers.keys() - found.keys():
+            if any(isinstance(target, str) and f".{layer}".endswith(f".{target}") for target in targets):
+                raise ConfigError(f"lora_A and lora_B of {layer} are missing")
+
+
+def _read_config(content: bytes) -> dict[str, Any]:
     try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {folder / CONFIG}: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"{folder / CONFIG} is not valid JSON: {error}") from error
+        config = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{CONFIG} is not valid JSON: {error}") from error
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise ConfigError(f"{CONFIG} describes no LoRA adapter: peft_type must be LORA")
     for key in NOT_BUILT:
@@ -100,22 +122,18 @@ def _rank_and_scale(config: dict[str, Any], max_rank: int) -> tuple[int, float]:
     return rank, alpha / (rank**0.5 if config.get("use_rslora") else rank)
 
 
-def _read_tensors(folder: Path) -> dict[str, dict[str, Tensor]]:
+def _read_tensors(content: bytes) -> dict[str, dict[str, Tensor]]:
     """Layer -> "A" and "B" -> tensor."""
     found: dict[str, dict[str, Tensor]] = {}
     try:
-        with safe_open(folder / WEIGHTS, framework="pt") as checkpoint:
-            for name in checkpoint.keys():  # noqa: SIM118 - not a dict
-                if (match := TENSOR.fullmatch(name)) is None:
-                    raise ConfigError(f"{WEIGHTS} has a tensor that belongs to no pair: {name[:200]}")
-                found.setdefault(match[1], {})[match[2]] = checkpoint.get_tensor(name)
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"cannot read {folder / WEIGHTS}: {error}") from error
+        tensors = load(content)
+    except SafetensorError as error:
+        raise ConfigError(f"cannot read {WEIGHTS}: {error}") from error
+    for name, tensor in tensors.items():
+        if (match := TENSOR.fullmatch(name)) is None:
+            raise ConfigError(f"{WEIGHTS} has a tensor that belongs to no pair: {name[:200]}")
+        found.setdefault(match[1], {})[match[2]] = tensor
     return found
-
-
-def _size(layer: Linear, part: str, rank: int) -> tuple[int, int]:
-    return (rank, layer.in_features) if part == "A" else (layer.out_features, rank)
 
 
 def _checked(what: str, tensor: Tensor | None, size: tuple[int, int]) -> Tensor:

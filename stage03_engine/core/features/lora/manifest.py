@@ -26,7 +26,18 @@ class LoRAConfig:
     lora_modules: tuple[str, ...] | None = option(
         None, 'adapters that are loaded at start, as name=folder or {"name": ..., "path": ...}: checkpoints of PEFT'
     )
+    max_loras: int = option(
+        1, "adapters that a batch may hold at once, each in a place of the device's memory", at_least=1
+    )
+    max_cpu_loras: int | None = option(
+        None,
+        "adapters in the CPU's memory, from where they come to their places; as many as --max-loras if not given",
+        at_least=1,
+    )
     max_lora_rank: int = option(16, "highest rank that an adapter may have", at_least=1)
+    lora_dtype: str = option(
+        "auto", "number format of adapters; auto: that of the model", choices=("auto", "float16", "bfloat16", "float32")
+    )
 
     def adapters(self) -> dict[str, str]:
         """Name -> folder. Raises ConfigError for what is neither form, and for a name that comes twice."""
@@ -70,6 +81,10 @@ class LoRAFlags:
             return
         if "generate" not in config.supported_tasks:
             raise ConfigError("enable_lora is for models that generate text; leave it out for this one")
+        if lora.max_cpu_loras is not None and lora.max_cpu_loras < lora.max_loras:
+            raise ConfigError(
+                f"max_cpu_loras {lora.max_cpu_loras} must be at least max_loras, which is {lora.max_loras}"
+            )
         lora.adapters()
 
     @staticmethod
@@ -77,7 +92,10 @@ class LoRAFlags:
         """The scheduler keeps the blocks of different adapters apart; the runner adds their products."""
         if not config.lora_config.enable_lora:
             return {}
-        return {"scheduler": [_ROOM + "hooks:LoRASchedulerHook"], "runner": [_ROOM + "hooks:LoRARunnerHook"]}
+        return {
+            "scheduler": [_ROOM + "scheduler_hook:LoRASchedulerHook"],
+            "runner": [_ROOM + "runner_hook:LoRARunnerHook"],
+        }
 
 
 def adapter_names(config: Any) -> dict[str, dict[str, str]]:
@@ -94,12 +112,16 @@ FEATURE = Feature(
     parts=(
         Part("params", "stage03_engine.params.lora:LoRA"),
         Part("names", ".manifest:adapter_names"),
+        Part("replay", ".recorded_lora:RecordedLoRAHook", key="lora"),
+        Part("call", ".utilities:add_lora", key="add_lora"),
+        Part("call", ".utilities:remove_lora", key="remove_lora"),
+        Part("call", ".utilities:list_loras", key="list_loras"),
+        Part("call", ".utilities:pin_lora", key="pin_lora"),
     ),
     after=("distributed",),
     conflicts={
-        ("enable_lora", "tensor_parallel_size"): "adapters are not cut into slices",
         ("enable_lora", "pipeline_parallel_size"): "a stage does not know the adapters of its rows",
         ("enable_lora", "batch_invariant"): "it runs the model in tiles, whose rows belong to no request",
     },
-    events=("lora.loaded", "lora.rows"),
+    events=("lora.failed", "lora.loaded", "lora.pinned", "lora.placed", "lora.removed", "lora.rows", "lora.waiting"),
 )

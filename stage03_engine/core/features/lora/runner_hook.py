@@ -1,0 +1,107 @@
+"""Adapters in the model runner: which rows of a step use which place, and what the linear layers add for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stage03_engine.config import VllmConfig
+from stage03_engine.core.features.lora.messages import CHANGES, REPORT, Report
+from stage03_engine.core.features.lora.places import AdapterPlaces, LowRankSum, Rows
+from stage03_engine.core.features.lora.slices import linear_layers
+from stage03_engine.core.hooks import RunnerHook
+from stage03_engine.core.input_batch import StepInputs
+from stage03_engine.core.model_runner import ModelRunner
+from stage03_engine.core.models.layers import LanguageModel
+from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
+from stage03_engine.errors import ConfigError
+from stage03_engine.sampling_params import SamplingParams
+from stage04_kernels.features.lora import NO_PLACE, RowGroups, low_rank_kernel
+from stagetrace import trace
+
+
+def _adapter(params: SamplingParams) -> int:
+    return 0 if params.lora is None else params.lora_int_id
+
+
+class LoRARunnerHook(RunnerHook):
+    """Installed with `--enable-lora`."""
+
+    adapters: AdapterPlaces
+
+    def __init__(self, runner: ModelRunner, config: VllmConfig) -> None:
+        super().__init__(runner, config)
+        self._rows = Rows()
+        self._failed: dict[int, str] = {}  # of this step
+
+    @torch.inference_mode()
+    def model_loaded(self, model: LanguageModel) -> LanguageModel:
+        """The same model, whose linear layers have places for pairs. The adapters of `--lora-modules` are read. Raises ConfigError."""
+        lora, runner = self.config.lora_config, self.runner
+        dtype = runner.dtype if lora.lora_dtype == "auto" else getattr(torch, lora.lora_dtype)
+        layers, add = (
+            linear_layers(model, self.config.shape),
+            low_rank_kernel(self.config.device_config.attention_backend),
+        )
+        options: dict[str, Any] = {"dtype": dtype, "device": runner.device}
+        sums = {}
+        for name, own in layers.items():
+            sums[name] = LowRankSum(own, self._rows, (lora.max_loras, lora.max_lora_rank), options, add)
+            own.layer.addends.append(sums[name])
+        sizes = (lora.max_loras, lora.max_cpu_loras or lora.max_loras, lora.max_lora_rank)
+        self.adapters = AdapterPlaces(layers, sums, sizes, dtype, self.config.shape)
+        for number, (name, folder) in enumerate(lora.adapters().items(), start=1):
+            self.adapters.add(number, name, folder)
+        return model
+
+    def received(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
+        """Adapters come and go."""
+        changes = CHANGES.of(scheduler_output.extras)
+        if changes is not None:
+            for number in changes.remove:
+                self.adapters.remove(number)
+            for number, name, folder in changes.add:
+                try:
+                    self.adapters.add(number, name, folder)
+                except ConfigError as error:
+                    self._failed[number] = str(error)
+            self.adapters.pinned.update(changes.pin)
+        return scheduler_output
+
+    def prepared(self, inputs: StepInputs, scheduler_output: SchedulerOutput) -> None:
+        """Bring the step's adapters into their places, and note which rows use them."""
+        batch, counts = self.runner.batch, scheduler_output.num_scheduled_tokens
+        numbers = [_adapter(batch.requests[batch.row_of[request_id]].sampling_params) for request_id in counts]
+        used = dict.fromkeys(number for number in numbers if number)
+        self._rows.groups = None
+        if not used:
+            return
+        inputs.replayable = False
+        in_batch = {_adapter(request.sampling_params) for request in batch.requests}
+        self._failed |= self.adapters.ensure(used, in_batch)
+        places = [self.adapters.places.get(number, NO_PLACE) if number else NO_PLACE for number in numbers]
+        self._rows.groups = RowGroups.of(np.repeat(places, list(counts.values())), self.runner.device)
+        if trace.on:
+            names, rows_of = self._names(), dict[str, int]()
+            for number, count in zip(numbers, counts.values(), strict=True):
+                if number:
+                    rows_of[names[number]] = rows_of.get(names[number], 0) + count
+            trace.emit("lora.rows", step=scheduler_output.step, rows=rows_of)
+
+    def _names(self) -> dict[int, str]:
+        requests = self.runner.batch.requests
+        return {_adapter(each.sampling_params): each.sampling_params.lora or "" for each in requests}
+
+    def after_forward(self, hidden: Tensor, inputs: StepInputs, scheduler_output: SchedulerOutput) -> bool:
+        """The step is over; whatever else runs the model means the base model."""
+        self._rows.groups = None
+        return False
+
+    def collect(self, output: ModelRunnerOutput, scheduler_output: SchedulerOutput) -> None:
+        """Tell the scheduler what could not be read."""
+        if self._failed:
+            REPORT.put(output.extras, Report(self._failed))
+            self._failed = {}

@@ -1,0 +1,111 @@
+"""Low-rank sums of several adapters in one batch (Hu et al. 2021, "LoRA"; Chen et al. 2023, "Punica"; Sheng et al. 2023, "S-LoRA";
+vllm/lora/ops, lora_shrink and lora_expand).
+
+Each row x of a batch may belong to another adapter: y += B[place] (A[place] x). The pairs of all adapters stand stacked in places, so
+a batch names an adapter by a number. A place is as wide as the highest rank; what a smaller one does not fill is zero, and adds nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+NO_PLACE = -1
+TILE_ROWS = 16  # of one tile of `RowGroups.tiles`: as many as a matrix unit takes at least
+
+AddLowRank = Callable[[Tensor, Tensor, Tensor, Tensor, "RowGroups"], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class RowGroups:
+    """Which rows of a batch use which place. One object serves all layers of a step."""
+
+    place_of: np.ndarray  # [num_rows] int64: the place of each row; NO_PLACE: none
+    device: torch.device
+
+    @classmethod
+    def of(cls, place_of: Sequence[int] | np.ndarray, device: torch.device | str = "cpu") -> RowGroups:
+        """The place of each row in turn."""
+        return cls(np.asarray(place_of, dtype=np.int64), torch.device(device))
+
+    @cached_property
+    def places(self) -> list[int]:
+        """Those that rows use, in order."""
+        return np.unique(self.place_of[self.place_of != NO_PLACE]).tolist()
+
+    @cached_property
+    def by_place(self) -> list[tuple[int, Tensor | None]]:
+        """(place, its rows in order [n] int64), and (place, None) if all rows use it."""
+        if len(self.places) == 1 and (self.place_of == self.places[0]).all():
+            return [(self.places[0], None)]
+        rows = [torch.from_numpy(np.flatnonzero(self.place_of == place)) for place in self.places]
+        return [(place, of.to(self.device)) for place, of in zip(self.places, rows, strict=True)]
+
+    @cached_property
+    def stacked(self) -> tuple[Tensor, Tensor] | None:
+        """If several places have equally many rows, as in a step of decodes: the places [n] int64, and their rows [n, m] int64."""
+        counts = np.bincount(self.place_of[self.place_of != NO_PLACE])
+        if len(self.places) < 2 or len(set(counts[counts > 0].tolist())) > 1:
+            return None
+        rows = np.stack([np.flatnonzero(self.place_of == place) for place in self.places])
+        return torch.tensor(self.places).to(self.device), torch.from_numpy(rows).to(self.device)
+
+    @cached_property
+    def tiles(self) -> tuple[Tensor, Tensor]:
+        """The same for a kernel whose programs take TILE_ROWS rows of one place each: the place of each tile [num_tiles] int32, and
+        its rows [num_tiles, TILE_ROWS] int32, -1 where it has fewer."""
+        places, tiles = list[int](), list[np.ndarray]()
+        for place in self.places:
+            rows = np.flatnonzero(self.place_of == place)
+            for start in range(0, len(rows), TILE_ROWS):
+                tile = np.full(TILE_ROWS, -1, dtype=np.int32)
+                part = rows[start : start + TILE_ROWS]
+                tile[: len(part)] = part
+                places.append(place)
+                tiles.append(tile)
+        rows_of = np.stack(tiles) if tiles else np.empty((0, TILE_ROWS), dtype=np.int32)
+        place_of = torch.tensor(places, dtype=torch.int32)
+        return place_of.to(self.device), torch.from_numpy(rows_of).to(self.device)
+
+
+def add_low_rank_reference(y: Tensor, x: Tensor, a: Tensor, b: Tensor, groups: RowGroups) -> Tensor:
+    """The twin: one row after another, in float32. Shapes as in `add_low_rank`; y is not changed."""
+    out = y.float().clone()
+    for row, place in enumerate(groups.place_of.tolist()):
+        if place != NO_PLACE:
+            out[row] += b[place].float() @ (a[place].float() @ x[row].float())
+    return out.to(y.dtype)
+
+
+def add_low_rank(y: Tensor, x: Tensor, a: Tensor, b: Tensor, groups: RowGroups) -> Tensor:
+    """y with the low-rank sums added, in place: two small products for each place that rows use, or two batched ones for all of them.
+
+    y: [num_rows, out_features]; x: [num_rows, in_features]; a: [num_places, rank, in_features]; b: [num_places, out_features, rank].
+    The products are computed in the pairs' number format.
+    """
+    if groups.stacked is not None:
+        places, rows_of = groups.stacked
+        hidden = torch.bmm(x[rows_of].to(a.dtype), a[places].transpose(1, 2))  # [n, m, rank]
+        more = torch.bmm(hidden, b[places].transpose(1, 2)).to(y.dtype)
+        return y.index_add_(0, rows_of.flatten(), more.flatten(0, 1))
+    for place, rows in groups.by_place:
+        own = (x if rows is None else x[rows]).to(a.dtype)
+        more = ((own @ a[place].T) @ b[place].T).to(y.dtype)
+        y = y.add_(more) if rows is None else y.index_add_(0, rows, more)
+    return y
+
+
+def low_rank_kernel(backend: str) -> AddLowRank:
+    """The `add_low_rank` of an attention backend: with Triton's go Triton's own, with all others torch's."""
+    if backend.startswith("triton"):
+        if backend == "triton-interpret":
+            import stage04_kernels.triton_kernels.interpreted  # noqa: F401 - before Triton itself
+        from stage04_kernels.triton_kernels.lora import add_low_rank_triton
+
+        return add_low_rank_triton
+    return add_low_rank
