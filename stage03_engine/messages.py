@@ -80,13 +80,15 @@ class UtilityRequest(msgspec.Struct, array_like=True, gc=False):
     call_id: int
     method: str
     cause: str | None = None
+    args: list[Any] = []  # plain msgpack
 
 
 class UtilityResult(msgspec.Struct, array_like=True, gc=False):
-    """The answer to a UtilityRequest."""
+    """The answer to a UtilityRequest. `error`: why the method refused, in one line."""
 
     call_id: int
-    result: bool
+    result: Any
+    error: str | None = None
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):

@@ -68,7 +68,7 @@ class SteeredEngine(AsyncEngineCoreClient):
         for request_id in request_ids:
             self.requests.pop(request_id, None)
 
-    async def call(self, method: str) -> bool:
+    async def call(self, method: str, *args: Any) -> bool:
         self.calls.append(method)
         if isinstance(self.answer, Exception):
             raise self.answer
@@ -135,7 +135,7 @@ class MortalEcho(EchoCoreClient):
             raise EngineDeadError("The engine process ended unexpectedly (exit code -9).")
         return outputs
 
-    async def call(self, method: str) -> bool:
+    async def call(self, method: str, *args: Any) -> bool:
         if method == "unknown":
             raise InvalidRequestError("no such method")
         return await super().call(method)

@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from typing import Any
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.block_pool import BlockPool
@@ -125,10 +126,10 @@ class EngineCore:
             observe(outputs)
         return outputs
 
-    def call(self, method: str) -> bool:
-        """Call a feature's function by name. False if it is unknown, not installed, or did nothing."""
+    def call(self, method: str, *args: Any) -> Any:
+        """Call a feature's function by name. False if it is unknown, not installed, or did nothing. Raises InvalidRequestError if it refuses."""
         function = find("call", method)
-        return function is not None and bool(function(self))
+        return False if function is None else function(self, *args)
 
     def on_failure(self, report: Callable[[str], None]) -> None:
         """From now on `report(why)` is called, from any thread, when a worker has died."""

@@ -24,7 +24,7 @@ from stage03_engine.args.log import enter_process, seconds_since_start
 from stage03_engine.args.processes import end_with_parent
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.engine_core import EngineCore
-from stage03_engine.errors import StagesError
+from stage03_engine.errors import InvalidRequestError, StagesError
 from stage03_engine.messages import (
     ENGINE_CORE_DEAD,
     EngineCoreOutputs,
@@ -164,13 +164,18 @@ class EngineCoreProc:
             except ValueError as error:  # this request's fault: its neighbours go on
                 self.output_queue.put(messages.refusal(message.request_id, error))
         elif isinstance(message, messages.UtilityRequest):
-            result = self.core.call(message.method)
-            self.output_queue.put(EngineCoreOutputs(utility_result=messages.UtilityResult(message.call_id, result)))
+            self.output_queue.put(EngineCoreOutputs(utility_result=self._call(message)))
         else:
             assert isinstance(message, messages.AbortRequests)
             self.core.abort_requests(message.request_ids)
         if not self.core.has_unfinished_requests:  # no step will carry the new numbers to metrics and watchers
             self.output_queue.put(self.core.step())
+
+    def _call(self, message: messages.UtilityRequest) -> messages.UtilityResult:
+        try:
+            return messages.UtilityResult(message.call_id, self.core.call(message.method, *message.args))
+        except InvalidRequestError as error:
+            return messages.UtilityResult(message.call_id, False, str(error))
 
     def stop(self) -> None:
         """From any thread: end the busy loop after the current step."""

@@ -153,13 +153,13 @@ class AsyncLLM:
             stat_logger.request_aborted()
         await self.engine_core.abort_requests_async(running)
 
-    async def call(self, method: str) -> bool:
+    async def call(self, method: str, *args: Any) -> Any:
         """Call a method of the engine core that is not part of serving requests ("start_profile"); False if it did nothing.
 
-        Raises EngineDeadError, and InvalidRequestError if this engine has no such method.
+        Raises EngineDeadError, and InvalidRequestError if this engine has no such method, or that refuses.
         """
         self.check_health()
-        return await self.engine_core.call(method)
+        return await self.engine_core.call(method, *args)
 
     async def _run_output_handler(self) -> None:
         try:

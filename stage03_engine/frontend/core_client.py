@@ -19,7 +19,7 @@ import zmq.asyncio
 
 from stage03_engine import messages
 from stage03_engine.config import VllmConfig
-from stage03_engine.errors import EngineDeadError
+from stage03_engine.errors import EngineDeadError, InvalidRequestError
 from stage03_engine.frontend.engine_process import EngineProcess
 from stage03_engine.messages import (
     ENGINE_CORE_DEAD,
@@ -47,8 +47,9 @@ class EngineCoreClient(ABC):
         """Stop requests and free their blocks."""
 
     @abstractmethod
-    def call(self, method: str) -> bool:
-        """Call one of the engine core's methods that are not part of serving requests; False if it did nothing."""
+    def call(self, method: str, *args: Any) -> Any:
+        """Call one of the engine core's methods that are not part of serving requests; False if it did nothing. Raises
+        InvalidRequestError if it refuses."""
 
     @abstractmethod
     def get_output(self) -> EngineCoreOutputs:
@@ -78,10 +79,10 @@ class AsyncEngineCoreClient(ABC):
         """Stop requests and free their blocks."""
 
     @abstractmethod
-    async def call(self, method: str) -> bool:
+    async def call(self, method: str, *args: Any) -> Any:
         """Call one of the engine core's methods that are not part of serving requests; False if it did nothing.
 
-        Raises EngineDeadError, also if the engine dies during the call, and InvalidRequestError if it has no such method.
+        Raises EngineDeadError, also if the engine dies during the call, and InvalidRequestError if it has no such method, or that refuses.
         """
 
     @abstractmethod
@@ -139,7 +140,7 @@ class AsyncMPClient(AsyncEngineCoreClient):
         self._context: zmq.Context | None = None
         self._outputs: asyncio.Queue[EngineCoreOutputs | Exception] = asyncio.Queue()
         self._stop_reading: Any = lambda: None
-        self._calls: dict[int, asyncio.Future[bool]] = {}
+        self._calls: dict[int, asyncio.Future[Any]] = {}
         self._dead: EngineDeadError | None = None
         self._call_ids = itertools.count()
 
@@ -193,7 +194,10 @@ class AsyncMPClient(AsyncEngineCoreClient):
             if outputs.utility_result is None:
                 self._outputs.put_nowait(outputs)
             elif (call := self._calls.pop(outputs.utility_result.call_id, None)) is not None and not call.done():
-                call.set_result(outputs.utility_result.result)
+                if outputs.utility_result.error is not None:
+                    call.set_exception(InvalidRequestError(outputs.utility_result.error))
+                else:
+                    call.set_result(outputs.utility_result.result)
 
     async def _send(self, request_type: EngineCoreRequestType, payload: Any, request_id: str | None = None) -> None:
         assert self._process is not None
@@ -205,12 +209,12 @@ class AsyncMPClient(AsyncEngineCoreClient):
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         await self._send(EngineCoreRequestType.ABORT, AbortRequests(request_ids))
 
-    async def call(self, method: str) -> bool:
+    async def call(self, method: str, *args: Any) -> Any:
         if self._dead is not None:
             raise self._dead
         call_id = next(self._call_ids)
         self._calls[call_id] = asyncio.get_running_loop().create_future()
-        await self._send(EngineCoreRequestType.UTILITY, UtilityRequest(call_id, method))
+        await self._send(EngineCoreRequestType.UTILITY, UtilityRequest(call_id, method, args=list(args)))
         return await self._calls[call_id]
 
     async def get_output_async(self) -> EngineCoreOutputs:

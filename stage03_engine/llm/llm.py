@@ -181,9 +181,9 @@ class LLM:
         self.add_request(request, prompt)
         yield from self.run()
 
-    def call(self, method: str) -> bool:
+    def call(self, method: str, *args: Any) -> Any:
         """Call a method of the engine core that is not part of serving requests; False if it did nothing."""
-        return self.engine_core.call(method)
+        return self.engine_core.call(method, *args)
 
     def shutdown(self) -> None:
         """End the engine. May be called twice."""

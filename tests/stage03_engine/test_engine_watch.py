@@ -106,7 +106,7 @@ class FakeClient:
     def __init__(self, has_scheduler: bool = True) -> None:
         self.has_scheduler, self.calls = has_scheduler, list[str]()
 
-    async def call(self, method: str) -> bool:
+    async def call(self, method: str, *args: Any) -> bool:
         self.calls.append(method.removesuffix("_scheduler"))
         return self.has_scheduler
 

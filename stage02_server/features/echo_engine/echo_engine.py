@@ -10,6 +10,7 @@ import asyncio
 import math
 from array import array
 from dataclasses import dataclass
+from typing import Any
 
 from stage03_engine.args.check import check_one_engine
 from stage03_engine.config import VllmConfig
@@ -63,7 +64,7 @@ class EchoCoreClient(AsyncEngineCoreClient):
         self._has_aborted = True
         self._work.set()
 
-    async def call(self, method: str) -> bool:
+    async def call(self, method: str, *args: Any) -> bool:
         if method.endswith("_profile"):
             raise InvalidRequestError("This engine computes nothing that could be profiled.")
         return method == "reset_prefix_cache" and not self._running

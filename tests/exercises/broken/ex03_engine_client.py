@@ -33,7 +33,7 @@ _CALLS = "        for call in self._calls.values():\n            if not call.don
 _ASK = "        if self._dead is not None:\n            raise self._dead\n"
 _NEW_ID = "        call_id = next(self._call_ids)\n"
 _AGAIN = "            self._outputs.put_nowait(item)  # later calls raise it again\n"
-_UTILITY = "EngineCoreRequestType.UTILITY, UtilityRequest(call_id, method)"
+_UTILITY = "EngineCoreRequestType.UTILITY, UtilityRequest(call_id, method, args=list(args))"
 
 BROKEN = [
     broken("hello", "twice", (_SENT, _SENT + _SENT), module=PROCESS),

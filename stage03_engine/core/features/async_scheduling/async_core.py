@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import torch
 
@@ -55,9 +56,9 @@ class AsyncEngineCore(EngineCore):
             return self.scheduler.has_unfinished_requests
         return len(self._in_flight) < MAX_IN_FLIGHT and self.scheduler.can_look_ahead()
 
-    def call(self, method: str) -> bool:
+    def call(self, method: str, *args: Any) -> Any:
         """Call a feature's function by name, after the steps in flight and where the model runs: torch profiles a single thread."""
-        return self._model.submit(super().call, method).result()
+        return self._model.submit(super().call, method, *args).result()
 
     def shutdown(self) -> None:
         """End the steps in flight, so that a recording has no half steps, and release everything."""

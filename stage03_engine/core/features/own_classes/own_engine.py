@@ -193,7 +193,7 @@ class OwnEngineCore:
                 break
         return output
 
-    def call(self, method: str) -> bool:
+    def call(self, method: str, *args: Any) -> bool:
         """Nothing can be asked of such an engine but to serve."""
         return False
 

@@ -155,7 +155,7 @@ class WhisperCore:
     def on_failure(self, report: Callable[[str], None]) -> None:
         """The model runs in this process: there is no worker that could die alone."""
 
-    def call(self, method: str) -> bool:
+    def call(self, method: str, *args: Any) -> bool:
         """The profiler; there is no prefix cache to forget, and no scheduler to watch."""
         if method == "reset_prefix_cache":
             return not self._listening

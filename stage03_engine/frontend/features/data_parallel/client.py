@@ -232,24 +232,24 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
                 engine.drained.set()
         return in_flight
 
-    async def call(self, method: str) -> bool:
-        """True if every engine did something. Raises EngineDeadError if none is ready, and InvalidRequestError.
+    async def call(self, method: str, *args: Any) -> Any:
+        """True if every engine did something; of other answers the first one: engines are asked the same. Raises EngineDeadError if none is ready, and InvalidRequestError.
 
         A watcher who comes while no engine is ready sees each engine as soon as it is."""
         if method in (WATCH, UNWATCH):
             self._is_watched = method == WATCH
             self._tell_watchers()
-        asked = [engine.client.call(method) for engine in self._alive]
+        asked = [engine.client.call(method, *args) for engine in self._alive]
         answers = await asyncio.gather(*asked, return_exceptions=True)
         for answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, EngineDeadError):
                 raise answer
-        done = [answer for answer in answers if isinstance(answer, bool)]  # an engine that died meanwhile has no answer
+        done = [answer for answer in answers if not isinstance(answer, BaseException)]  # who died meanwhile has no answer
         if not done and method not in (WATCH, UNWATCH):
             raise EngineDeadError("No engine is ready.")
         if method == "reset_prefix_cache" and all(done):
             self._balancer.caches_are_empty()
-        return all(done)
+        return done[0] if done and not isinstance(done[0], bool) else all(done)
 
     async def get_output_async(self) -> EngineCoreOutputs:
         item = await self._outputs.get()

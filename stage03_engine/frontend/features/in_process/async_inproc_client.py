@@ -11,11 +11,11 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from stage03_engine.args.check import check_one_engine
 from stage03_engine.config import VllmConfig
-from stage03_engine.errors import EngineDeadError, EngineStartError, StagesError
+from stage03_engine.errors import EngineDeadError, EngineStartError, InvalidRequestError, StagesError
 from stage03_engine.frontend.core_client import AsyncEngineCoreClient
 from stage03_engine.frontend.features.in_process.inproc_client import MAKE_CORE
 from stage03_engine.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady, refusal
@@ -37,7 +37,7 @@ class SteppedCore(Protocol):
 
     def add_request(self, request: EngineCoreRequest) -> None: ...
     def abort_requests(self, request_ids: list[str]) -> None: ...
-    def call(self, method: str) -> bool: ...
+    def call(self, method: str, *args: Any) -> Any: ...
     def step(self) -> EngineCoreOutputs: ...
     def shutdown(self) -> None: ...
 
@@ -91,9 +91,17 @@ class AsyncInprocClient(AsyncEngineCoreClient):
         self._run(lambda core: core.abort_requests(request_ids))
         self._publish_news()
 
-    async def call(self, method: str) -> bool:
-        result = self._run(lambda core: core.call(method))
+    async def call(self, method: str, *args: Any) -> Any:
+        def call(core: SteppedCore) -> tuple[Any, InvalidRequestError | None]:
+            try:
+                return core.call(method, *args), None
+            except InvalidRequestError as error:  # the caller's fault: the engine goes on
+                return False, error
+
+        result, refused = self._run(call)
         self._publish_news()
+        if refused is not None:
+            raise refused
         return result
 
     def _publish_news(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from stage03_engine.args.check import check_one_engine
 from stage03_engine.config import VllmConfig
@@ -19,7 +19,7 @@ class EngineCoreLike(Protocol):
 
     def add_request(self, request: EngineCoreRequest) -> None: ...
     def abort_requests(self, request_ids: list[str]) -> None: ...
-    def call(self, method: str) -> bool: ...
+    def call(self, method: str, *args: Any) -> Any: ...
     def step(self) -> EngineCoreOutputs: ...
     def shutdown(self) -> None: ...
 
@@ -38,8 +38,8 @@ class InprocClient(EngineCoreClient):
     def abort_requests(self, request_ids: list[str]) -> None:
         self._core.abort_requests(request_ids)
 
-    def call(self, method: str) -> bool:
-        return self._core.call(method)
+    def call(self, method: str, *args: Any) -> Any:
+        return self._core.call(method, *args)
 
     def get_output(self) -> EngineCoreOutputs:
         return self._core.step()

@@ -8,7 +8,7 @@ import zmq
 
 from stage03_engine.args.check import check_one_engine
 from stage03_engine.config import VllmConfig
-from stage03_engine.errors import EngineDeadError
+from stage03_engine.errors import EngineDeadError, InvalidRequestError
 from stage03_engine.frontend.core_client import EngineCoreClient, bind_sockets, decode_outputs, encode_message
 from stage03_engine.frontend.engine_process import POLL_MS, EngineProcess
 from stage03_engine.messages import (
@@ -48,11 +48,13 @@ class SyncMPClient(EngineCoreClient):
     def _send(self, request_type: EngineCoreRequestType, payload: Any, request_id: str | None = None) -> None:
         self._input.send_multipart([self._process.identity, *encode_message(request_type, payload, request_id)])
 
-    def call(self, method: str) -> bool:
+    def call(self, method: str, *args: Any) -> Any:
         """Only between requests, as in `LLM`: outputs that arrive before the answer are dropped."""
-        self._send(EngineCoreRequestType.UTILITY, UtilityRequest(0, method))
+        self._send(EngineCoreRequestType.UTILITY, UtilityRequest(0, method, args=list(args)))
         while (result := self.get_output().utility_result) is None:
             pass
+        if result.error is not None:
+            raise InvalidRequestError(result.error)
         return result.result
 
     def get_output(self) -> EngineCoreOutputs:
