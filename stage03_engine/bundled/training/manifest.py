@@ -1,7 +1,7 @@
-"""`python -m stage03_engine.bundled.training.train_gpt2_tiny`."""
+"""`python -m stage03_engine.bundled.training.train_gpt2_tiny`, and `...train_adapter`."""
 
 from __future__ import annotations
 
 from stage03_engine.plugins import Feature
 
-FEATURE = Feature(name="training", help="the script that trained gpt2-tiny", room=__package__)
+FEATURE = Feature(name="training", help="the scripts that trained gpt2-tiny and its adapter", room=__package__)

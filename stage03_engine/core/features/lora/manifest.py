@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stage03_engine.args.fields import option
@@ -15,16 +17,19 @@ if TYPE_CHECKING:
     from stage03_engine.config import VllmConfig
 
 
+BUNDLED_FOLDER = Path(__file__).parents[3] / "bundled"
 _ROOM = "stage03_engine.core.features.lora."
+_FRONT = "stage03_engine.frontend.features.adapters."
 
 
 @dataclass(frozen=True)
 class LoRAConfig:
     """Which adapters there are."""
 
-    enable_lora: bool = option(False, "let requests name an adapter of --lora-modules as their model")
+    enable_lora: bool = option(False, "let requests name an adapter as their model")
     lora_modules: tuple[str, ...] | None = option(
-        None, 'adapters that are loaded at start, as name=folder or {"name": ..., "path": ...}: checkpoints of PEFT'
+        None,
+        'adapters that are loaded at start, as name=folder or {"name": ..., "path": ...}: checkpoints of PEFT; or the name of a bundled one',
     )
     max_lora_rank: int = option(16, "highest rank that an adapter may have", at_least=1)
 
@@ -34,17 +39,26 @@ class LoRAConfig:
         for given in self.lora_modules or ():
             name, path = _name_and_path(given)
             if not name or not path:
-                raise ConfigError(f"lora_modules: {given[:200]!r} is not name=folder")
+                bundled = ", ".join(bundled_adapters())
+                raise ConfigError(
+                    f"lora_modules: {given[:200]!r} is not name=folder, and not bundled (as is {bundled})"
+                )
             if name in found:
                 raise ConfigError(f"lora_modules: {name!r} comes twice")
             found[name] = path
         return found
 
 
+def bundled_adapters() -> list[str]:
+    """Names of the adapters that come with the project."""
+    return sorted(path.parent.name for path in BUNDLED_FOLDER.glob("*/adapter_config.json"))
+
+
 def _name_and_path(given: str) -> tuple[str, str]:
     if not given.startswith("{"):
-        name, _, path = given.partition("=")
-        return name, path
+        name, sign, path = given.partition("=")
+        path = path if sign else name if name in bundled_adapters() else ""
+        return name, str(BUNDLED_FOLDER / path) if path in bundled_adapters() and not os.path.isdir(path) else path
     try:
         fields = json.loads(given)
     except json.JSONDecodeError as error:
@@ -94,6 +108,16 @@ FEATURE = Feature(
     parts=(
         Part("params", "stage03_engine.params.lora:LoRA"),
         Part("names", ".manifest:adapter_names"),
+        Part("call", ".runtime:add_lora", key="add_lora"),
+        Part("call", ".runtime:remove_lora", key="remove_lora"),
+        Part("call", ".runtime:list_loras", key="list_loras"),
+        Part("call", ".runtime:pin_lora", key="pin_lora"),
+        Part("engine", _FRONT + "calls:chosen", key="adapter_of_async"),
+        Part("engine", _FRONT + "calls:chosen_now", key="adapter_of"),
+        Part("async_llm", _FRONT + "calls:add_lora", key="add_lora"),
+        Part("async_llm", _FRONT + "calls:remove_lora", key="remove_lora"),
+        Part("async_llm", _FRONT + "calls:list_loras", key="list_loras"),
+        Part("async_llm", _FRONT + "calls:pin_lora", key="pin_lora"),
     ),
     after=("distributed",),
     conflicts={
@@ -101,5 +125,5 @@ FEATURE = Feature(
         ("enable_lora", "pipeline_parallel_size"): "a stage does not know the adapters of its rows",
         ("enable_lora", "batch_invariant"): "it runs the model in tiles, whose rows belong to no request",
     },
-    events=("lora.loaded", "lora.rows"),
+    events=("lora.added", "lora.loaded", "lora.removed", "lora.rows"),
 )
