@@ -26,7 +26,7 @@ def folder_below(root: str | None, name: str, path: str) -> str:
     files = [Path(os.path.realpath(folder / each)) for each in FILES]
     if not folder.is_relative_to(top) or not all(file.is_relative_to(top) for file in files):
         raise _denied("lora_path must be below the folder that --lora-root names.")
-    if not all(file.is_file() for file in files):
+    if not all(map(os.path.isfile, files)):
         raise not_found(f"Loading lora {name} failed: No adapter found for {path}", "lora_path")
     if sum(file.stat().st_size for file in files) > MOST_BYTES:
         raise APIError(400, "BadRequestError", f"The files of an adapter have at most {MOST_BYTES} bytes.", "lora_path")
