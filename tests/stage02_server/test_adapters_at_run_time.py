@@ -14,12 +14,12 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from prometheus_client import generate_latest
 from server_under_test import InProcessServer, RecordingEcho, events
 from small_adapters import merge, write_adapter
 from small_gpt2 import first_layers
 
 from stage02_server.features.adapters.folders import MOST_BYTES
+from stage02_server.features.adapters.shown import LoRARequestsInfo
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.core.engine_core_proc import make_core
 from stage03_engine.core.features.lora.manifest import LoRAConfig
@@ -94,7 +94,9 @@ def text_of(server: InProcessServer, model: str) -> str:
     return str(answer.json()["choices"][0]["text"])
 
 
-def test_one_is_loaded_answers_as_the_merged_model_and_goes(files: Path, server: InProcessServer, tmp_path: Path) -> None:
+def test_one_is_loaded_answers_as_the_merged_model_and_goes(
+    files: Path, server: InProcessServer, tmp_path: Path
+) -> None:
     loaded = server.post(LOAD, {"lora_name": "poet", "lora_path": "poet"})
     assert (loaded.status_code, loaded.text) == (200, "Success: LoRA adapter 'poet' added successfully.")
     assert loaded.headers["content-type"].startswith("text/plain")
@@ -155,7 +157,9 @@ WRONG: dict[str, tuple[dict[str, Any], int, str]] = {
 @pytest.mark.parametrize("what", WRONG)
 def test_what_cannot_be_loaded_is_refused_in_one_line_and_leaves_nothing(what: str, server: InProcessServer) -> None:
     body, status, says = WRONG[what]
-    found = refused(server.request("POST", LOAD, content=json.dumps(body), headers={"Content-Type": "application/json"}))
+    found = refused(
+        server.request("POST", LOAD, content=json.dumps(body), headers={"Content-Type": "application/json"})
+    )
     assert found[0] == status and re.search(says, found[2]), found
     assert not registry_of(server.engine.input_processor).known and not server.run(server.engine.list_loras())
 
@@ -198,7 +202,9 @@ def test_requests_that_run_end_as_if_it_were_still_there(server: InProcessServer
     expected = server.post(COMPLETIONS, body).json()["choices"][0]["text"]
 
     async def unload_in_the_middle() -> tuple[str, int, int, set[int]]:
-        running = [asyncio.create_task(server.send("POST", COMPLETIONS, json=body | {"stream": True})) for _ in range(3)]
+        running = [
+            asyncio.create_task(server.send("POST", COMPLETIONS, json=body | {"stream": True})) for _ in range(3)
+        ]
         while sum(bool(s.stats.num_output_tokens) for s in server.engine.output_processor.request_states.values()) < 3:
             await asyncio.sleep(0)
         gone = await server.send("POST", UNLOAD, json={"lora_name": "poet"})
@@ -319,21 +325,19 @@ def test_without_a_root_and_for_other_keys_nothing_is_loaded(files: Path) -> Non
 
 
 def test_metrics_name_the_adapters_of_requests(server: InProcessServer) -> None:
-    def labels(text: str) -> dict[str, str]:
-        [line] = [line for line in text.splitlines() if line.startswith("vllm:lora_requests_info")]
-        return dict(re.findall(r'(\w+)="([^"]*)"', line)) | {"value": line.rpartition(" ")[2]}
-
-    def now() -> dict[str, str]:
-        return labels(generate_latest(server.app.state.services.registry).decode())
+    def now() -> dict[str, Any]:
+        [[sample]] = [metric.samples for metric in LoRARequestsInfo(server.engine).collect()]
+        return sample.labels | {"value": sample.value}
 
     for name in ("poet", "painter"):
         assert server.post(LOAD, {"lora_name": name, "lora_path": name}).status_code == 200
-    idle = labels(server.request("GET", "/metrics").text)
-    assert idle.keys() == {"max_lora", "running_lora_adapters", "waiting_lora_adapters", "value"}
-    assert idle["running_lora_adapters"] == idle["waiting_lora_adapters"] == ""
+    shown = 'vllm:lora_requests_info{max_lora="[0-9]+",running_lora_adapters="",waiting_lora_adapters=""} '
+    assert re.search(shown, server.request("GET", "/metrics").text)
 
-    async def ask() -> list[dict[str, str]]:
-        bodies = [ASKED | {"model": model, "max_tokens": 60, "ignore_eos": True} for model in ("poet", "painter", "base")]
+    async def ask() -> list[dict[str, Any]]:
+        bodies = [
+            ASKED | {"model": model, "max_tokens": 60, "ignore_eos": True} for model in ("poet", "painter", "base")
+        ]
         running, seen = [asyncio.create_task(server.send("POST", COMPLETIONS, json=body)) for body in bodies], []
         while not all(each.done() for each in running):
             await asyncio.sleep(0)
@@ -343,7 +347,7 @@ def test_metrics_name_the_adapters_of_requests(server: InProcessServer) -> None:
     began, seen = time.time(), server.run(ask())
     assert any(each["waiting_lora_adapters"] for each in seen)
     both = [each for each in seen if each["running_lora_adapters"] == "painter,poet"]
-    assert both and all(began - 1 < float(each["value"]) < time.time() + 1 for each in both)
+    assert both and all(began - 1 < each["value"] < time.time() + 1 for each in both)
     assert now()["running_lora_adapters"] == now()["waiting_lora_adapters"] == ""
 
 
@@ -353,5 +357,9 @@ def test_the_trace_tells_what_came_and_went(server: InProcessServer, monkeypatch
     monkeypatch.setattr(trace, "emit", lambda name, **args: seen.append((name, args)))
     assert server.post(LOAD, {"lora_name": "poet", "lora_path": "poet"}).status_code == 200
     assert server.post(UNLOAD, {"lora_name": "poet"}).status_code == 200
-    told = [(name, args["adapter"], args["known"]) for name, args in seen if name in ("lora.added", "lora.removed") and "known" in args]
+    told = [
+        (name, args["adapter"], args["known"])
+        for name, args in seen
+        if name in ("lora.added", "lora.removed") and "known" in args
+    ]
     assert told == [("lora.added", "poet", 1), ("lora.removed", "poet", 0)]
