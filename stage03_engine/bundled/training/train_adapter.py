@@ -23,6 +23,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
+from transformers.utils import logging
 
 from stage03_engine.bundled.training.ships_log import ships_log
 from stage03_engine.model_path import BUNDLED_FOLDER
@@ -115,11 +116,13 @@ def train_adapter(text: str, out: Path, model: str = "gpt2-tiny", how: Recipe = 
     threads = torch.get_num_threads()
     torch.set_num_threads(NUM_THREADS)
     torch.manual_seed(how.seed)
+    logging.disable_progress_bar()
     base = BUNDLED_FOLDER / model if (BUNDLED_FOLDER / model).is_dir() else Path(model)
     tokenizer = Tokenizer.from_file(str(base / "tokenizer.json"))
     cut = int(len(text) * (1 - HELD_OUT))
     learnt, held_out = (torch.tensor(tokenizer.encode(part).ids) for part in (text[:cut], text[cut:]))
     language_model = GPT2LMHeadModel.from_pretrained(base, dtype=torch.float32).eval()  # eval: no dropout
+    language_model.loss_type = "ForCausalLM"
     pairs = add_pairs(language_model, how.rank, how.alpha)
     num_bytes = len(text[cut:].encode())
     before = bits_per_byte(language_model, held_out, num_bytes, how.window)
