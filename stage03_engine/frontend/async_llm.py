@@ -156,7 +156,7 @@ class AsyncLLM:
 
     def __getattr__(self, name: str) -> Any:
         """The methods of features, such as `add_lora(lora_request)`."""
-        if (method := find("async_llm", name)) is None:
+        if (method := find("engine", f"AsyncLLM.{name}")) is None:
             raise AttributeError(f"AsyncLLM has no attribute {name!r}")
         return partial(method, self)
 
