@@ -182,7 +182,9 @@ def test_names_and_numbers_of_what_is_there(server: InProcessServer) -> None:
     assert server.post(LOAD, again | {"lora_path": "painter", "load_inplace": True}).status_code == 200
     new = registry_of(server.engine.input_processor).known["poet"].number
     assert new > first and server.run(server.engine.list_loras()) == {new}
-    assert text_of(server, "poet") != old, "the blocks of its predecessor were found, or its weights used"
+    found = text_of(server, "poet")
+    assert server.post(LOAD, {"lora_name": "other", "lora_path": "painter"}).status_code == 200
+    assert found == text_of(server, "other") != old, "the blocks of its predecessor were found, or its weights used"
     assert refused(server.post(UNLOAD, {"lora_name": "poet", "lora_int_id": first}))[0] == 404
     assert server.post(UNLOAD, {"lora_name": "poet", "lora_int_id": new}).status_code == 200
     assert server.post(LOAD, again).status_code == 200 and text_of(server, "poet") == old
