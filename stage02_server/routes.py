@@ -37,7 +37,8 @@ class OpenAIServingModels:
         self, config: VllmConfig, names: tuple[str, ...], variants: Mapping[str, Mapping[str, Any]] | None = None
     ) -> None:
         """`variants`: name -> what it sets in SamplingParams. Raises ConfigError for one that is another name already."""
-        self.names, self.variants = names, dict(variants or {})
+        self.names, self.variants = names, variants or {}
+        self.roots: Mapping[str, str] = {}  # variant -> what was loaded for it, if not the model
         if taken := self.variants.keys() & set(names):
             raise ConfigError(
                 f"{min(taken)!r} is a name of the model itself; give the adapter, or the model, another one"
@@ -63,9 +64,10 @@ class OpenAIServingModels:
 
     def card(self, name: str) -> ModelCard:
         """What is public about one model."""
-        model, parent = self._config.model_config.model, self.names[0] if name in self.variants else None
+        root = self.roots.get(name, self._config.model_config.model)
+        parent = self.names[0] if name in self.variants else None
         return ModelCard(
-            id=name, created=self._created, root=model, parent=parent, max_model_len=self._config.max_model_len
+            id=name, created=self._created, root=root, parent=parent, max_model_len=self._config.max_model_len
         )
 
     def list(self) -> ModelList:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
+from functools import partial
 from typing import Any, Protocol
 
 from stage03_engine.arg_utils import AsyncEngineArgs
@@ -19,7 +20,7 @@ from stage03_engine.frontend.output_processor import OutputProcessor, RequestOut
 from stage03_engine.frontend.tokenizer import init_tokenizer_from_configs
 from stage03_engine.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady
 from stage03_engine.outputs import RequestOutput
-from stage03_engine.plugins import wanted
+from stage03_engine.plugins import find, wanted
 from stage03_engine.sampling_params import SamplingParams
 from stage03_engine.tracing import trace_message, traced_params
 from stagetrace import trace
@@ -152,6 +153,12 @@ class AsyncLLM:
         for stat_logger in self.stat_loggers:
             stat_logger.request_aborted()
         await self.engine_core.abort_requests_async(running)
+
+    def __getattr__(self, name: str) -> Any:
+        """The methods of features, such as `add_lora(lora_request)`."""
+        if (method := find("engine", f"AsyncLLM.{name}")) is None:
+            raise AttributeError(f"AsyncLLM has no attribute {name!r}")
+        return partial(method, self)
 
     async def call(self, method: str, *args: Any) -> Any:
         """Call a method of the engine core that is not part of serving requests ("start_profile"); False if it did nothing.

@@ -84,7 +84,7 @@ class LLM:
         add_special_tokens: bool = True,
     ) -> list[RequestOutput]:
         """Complete all prompts together; results come in the order of the prompts. `sampling_params` are for all or one for each;
-        without them the model's generation_config.json decides. A `lora_request` (with a `lora_name`) names the adapter for all;
+        without them the model's generation_config.json decides. A `lora_request` names the adapter for all, which is loaded if it is not there;
         `priority` has one number for each. `use_tqdm` shows a progress bar when stderr is a terminal.
 
         Raises InvalidRequestError before anything runs if a prompt or a setting is impossible.
@@ -98,8 +98,9 @@ class LLM:
             if len(many) != len(batch):
                 raise InvalidRequestError(f"{len(batch)} prompts but {len(many)} {what}.", "params")
         # All n answers of a prompt come at once.
-        changes = {"output_kind": RequestOutputKind.FINAL_ONLY}
-        changes |= {} if lora_request is None else {"lora": lora_request.lora_name}
+        changes: dict[str, Any] = {"output_kind": RequestOutputKind.FINAL_ONLY}
+        if lora_request is not None:
+            changes |= wanted("engine", "adapter_of", "an adapter")(self, lora_request)
         whole = [msgspec.structs.replace(own, **changes) for own in each]
         requests = [
             self.input_processor.process_inputs(

@@ -251,4 +251,23 @@ def guard(header, keys, target):
 """,
         "only the old control characters are escaped",
     ),
+    "22_adapters": Answer(
+        """
+def adapted(x, y, owners, pairs):
+    found = y.copy()
+    for name in pairs.keys() & set(owners):
+        rows = [row for row, owner in enumerate(owners) if owner == name]
+        a, b, scale = pairs[name]
+        found[rows] += scale * (x[rows] @ a.T) @ b.T
+    return found
+""",
+        """
+def adapted(x, y, owners, pairs):
+    for name, (a, b, scale) in pairs.items():
+        rows = [row for row, owner in enumerate(owners) if owner == name]
+        y[rows] += scale * (x[rows] @ a.T) @ b.T
+    return y
+""",
+        "it writes into what it was given",
+    ),
 }

@@ -57,9 +57,10 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServerPr
     model = Path(first_layers(base / "model", 1))
     adapter = Path(write_adapter(base / "adapter", model, seed=1, strength=1.0))
     merged = merge(base / "merged", model, adapter)
+    at_run_time = ("--allow-runtime-lora-updating", "--lora-root", str(base))
     with ExitStack() as stack:
         adapted = stack.enter_context(
-            closing(start(str(model), "base", "--enable-lora", "--lora-modules", f"poet={adapter}"))
+            closing(start(str(model), "base", "--enable-lora", "--lora-modules", f"poet={adapter}", *at_run_time))
         )
         alone = stack.enter_context(closing(start(merged, "poet")))
         for server in (adapted, alone):
@@ -113,6 +114,38 @@ def test_an_adapter_answers_as_the_merged_model(
     assert shown(found) == shown(expected)
     base = httpx.post(adapted.url + path, json=body | {"model": "base"}, timeout=60)
     assert base.status_code == 200 and (shown(base) != shown(found) or "token" in path)
+
+
+@pytest.mark.parametrize(("path", "number"), [(path, n) for path, bodies in BODIES.items() for n in range(len(bodies))])
+def test_one_that_was_loaded_later_answers_as_one_of_the_start(
+    path: str, number: int, servers: tuple[ServerProcess, ServerProcess]
+) -> None:
+    url = servers[0].url
+    loaded = httpx.post(url + "/v1/load_lora_adapter", json={"lora_name": "later", "lora_path": "adapter"}, timeout=60)
+    assert loaded.status_code == 200, loaded.text
+    answers = [
+        httpx.post(url + path, json=BODIES[path][number] | {"model": model}, timeout=60) for model in ("poet", "later")
+    ]
+    gone = httpx.post(url + "/v1/unload_lora_adapter", json={"lora_name": "later"}, timeout=60)
+    late = httpx.post(url + path, json=BODIES[path][number] | {"model": "later"}, timeout=60)
+    assert [each.status_code for each in (*answers, gone, late)] == [200, 200, 200, 404]
+    expected, found = (json.dumps(shown(each)) for each in answers)
+    assert found.replace('"later"', '"poet"') == expected
+
+
+def test_openais_client_finds_it(servers: tuple[ServerProcess, ServerProcess]) -> None:
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=servers[0].url + "/v1", api_key="none")
+    client.post("/load_lora_adapter", cast_to=str, body={"lora_name": "later", "lora_path": "adapter"})
+    assert {each.id for each in client.models.list()} == {"base", "poet", "later"}
+    texts = {
+        model: client.completions.create(model=model, prompt=PROMPT, max_tokens=8, temperature=0).choices[0].text
+        for model in ("base", "poet", "later")
+    }
+    assert texts["poet"] == texts["later"] != texts["base"]
+    client.post("/unload_lora_adapter", cast_to=str, body={"lora_name": "later"})
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="later", prompt=PROMPT)
 
 
 def test_the_list_of_models_names_it_with_its_parent(servers: tuple[ServerProcess, ServerProcess]) -> None:

@@ -46,6 +46,7 @@ UNKNOWN = "resp_" + "0" * 32
 IDS = re.compile(r".*_ids?|id|name")
 SAME_FOR_ALL = {
     "/v1/models/{name}": "the names of the served model",
+    "lora_int_id": "an adapter is there for all keys, and only the first may unload it",
     "request_id": "a part of the id that the client sees, and of no id of the engine",
     "stop_token_ids": "of the vocabulary", "allowed_token_ids": "of the vocabulary", "logprob_token_ids": "of the vocabulary",
     "return_token_ids": "a switch", "return_tokens_as_token_ids": "a switch",

@@ -269,7 +269,7 @@ def test_the_trace_tells_of_places(model: Path, folders: list[Path], tmp_path: P
     assert [event.args["adapter"] for event in run.named("lora.loaded")] == ["a0", "a1", "a2", "a3", "a0", "a1"]
     placed = [(event.args["adapter"], event.args["place"], event.args["evicted"]) for event in run.named("lora.placed")]
     assert placed == [("a0", 0, None), ("a1", 0, 1)]
-    assert [event.args for event in run.named("lora.removed")] == [{"id": 1, "adapter": "a0"}]
+    assert [event.args for event in run.named("lora.dropped")] == [{"id": 1, "adapter": "a0"}]
     assert [event.req for event in run.named("lora.waiting")] == ["r1"]
 
 

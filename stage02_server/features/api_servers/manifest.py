@@ -19,6 +19,7 @@ MAX_SERVERS = 64
 ALONE = {
     "in_process": "each server would have an engine of its own",
     "enable_server_load_tracking": "GET /load would count only the requests of one server",
+    "allow_runtime_lora_updating": "each server would know only the adapters that it loaded itself",
     "server_dev_mode": "POST /abort_requests would find only the requests of one server",
 }
 """Setting -> what would go wrong with several API servers."""

@@ -52,7 +52,11 @@ ANSWERS = {
 OWN_ERRORS = {"/v1/messages": f"{_MESSAGES}:AnthropicErrorResponse"}
 """Beginning of a path -> the shape of its errors, where it is not OpenAI's."""
 
-OTHER_TYPE = {"/metrics": "text/plain", "/v1/engine/events": "text/event-stream"}
+OTHER_TYPE = {
+    "/metrics": "text/plain",
+    "/v1/engine/events": "text/event-stream",
+    **dict.fromkeys(["/v1/load_lora_adapter", "/v1/unload_lora_adapter"], "text/plain"),
+}
 """Routes whose 200 is not JSON at all."""
 
 

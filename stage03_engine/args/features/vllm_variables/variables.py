@@ -41,6 +41,7 @@ class Counterpart:
 
 COUNTERPARTS = {
     "FORWARDED_ALLOW_IPS": Counterpart("forwarded_allow_ips"),  # uvicorn's own, which works with vLLM too
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": Counterpart("allow_runtime_lora_updating"),
     "VLLM_API_KEY": Counterpart("api_key", lambda text: (text,)),
     "VLLM_BATCH_INVARIANT": Counterpart("batch_invariant"),
     "VLLM_CONFIGURE_LOGGING": Counterpart("configure_logging"),

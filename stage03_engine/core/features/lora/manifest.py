@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stage03_engine.args.fields import option
@@ -15,16 +17,19 @@ if TYPE_CHECKING:
     from stage03_engine.config import VllmConfig
 
 
+BUNDLED_FOLDER = Path(__file__).parents[3] / "bundled"
 _ROOM = "stage03_engine.core.features.lora."
+_FRONT = "stage03_engine.frontend.features.adapters."
 
 
 @dataclass(frozen=True)
 class LoRAConfig:
     """Which adapters there are."""
 
-    enable_lora: bool = option(False, "let requests name an adapter of --lora-modules as their model")
+    enable_lora: bool = option(False, "let requests name an adapter as their model")
     lora_modules: tuple[str, ...] | None = option(
-        None, 'adapters that are loaded at start, as name=folder or {"name": ..., "path": ...}: checkpoints of PEFT'
+        None,
+        'adapters that are loaded at start, as name=folder or {"name": ..., "path": ...}: checkpoints of PEFT; or the name of a bundled one',
     )
     max_loras: int = option(
         1, "adapters that a batch may hold at once, each in a place of the device's memory", at_least=1
@@ -45,17 +50,26 @@ class LoRAConfig:
         for given in self.lora_modules or ():
             name, path = _name_and_path(given)
             if not name or not path:
-                raise ConfigError(f"lora_modules: {given[:200]!r} is not name=folder")
+                bundled = ", ".join(bundled_adapters())
+                raise ConfigError(
+                    f"lora_modules: {given[:200]!r} is not name=folder, and not bundled (as is {bundled})"
+                )
             if name in found:
                 raise ConfigError(f"lora_modules: {name!r} comes twice")
             found[name] = path
         return found
 
 
+def bundled_adapters() -> list[str]:
+    """Names of the adapters that come with the project."""
+    return sorted(path.parent.name for path in BUNDLED_FOLDER.glob("*/adapter_config.json"))
+
+
 def _name_and_path(given: str) -> tuple[str, str]:
     if not given.startswith("{"):
-        name, _, path = given.partition("=")
-        return name, path
+        name, sign, path = given.partition("=")
+        path = path if sign else name if name in bundled_adapters() else ""
+        return name, str(BUNDLED_FOLDER / path) if path in bundled_adapters() and not os.path.isdir(path) else path
     try:
         fields = json.loads(given)
     except json.JSONDecodeError as error:
@@ -117,11 +131,27 @@ FEATURE = Feature(
         Part("call", ".utilities:remove_lora", key="remove_lora"),
         Part("call", ".utilities:list_loras", key="list_loras"),
         Part("call", ".utilities:pin_lora", key="pin_lora"),
+        Part("engine", _FRONT + "calls:chosen", key="adapter_of_async"),
+        Part("engine", _FRONT + "calls:chosen_now", key="adapter_of"),
+        Part("engine", _FRONT + "calls:add_lora", key="AsyncLLM.add_lora"),
+        Part("engine", _FRONT + "calls:remove_lora", key="AsyncLLM.remove_lora"),
+        Part("engine", _FRONT + "calls:list_loras", key="AsyncLLM.list_loras"),
+        Part("engine", _FRONT + "calls:pin_lora", key="AsyncLLM.pin_lora"),
     ),
     after=("distributed",),
     conflicts={
         ("enable_lora", "pipeline_parallel_size"): "a stage does not know the adapters of its rows",
         ("enable_lora", "batch_invariant"): "it runs the model in tiles, whose rows belong to no request",
     },
-    events=("lora.failed", "lora.loaded", "lora.pinned", "lora.placed", "lora.removed", "lora.rows", "lora.waiting"),
+    events=(
+        "lora.added",
+        "lora.dropped",
+        "lora.failed",
+        "lora.loaded",
+        "lora.pinned",
+        "lora.placed",
+        "lora.removed",
+        "lora.rows",
+        "lora.waiting",
+    ),
 )

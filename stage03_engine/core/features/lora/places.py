@@ -99,7 +99,7 @@ class AdapterPlaces:
         if (place := self.places.pop(number, None)) is not None:
             self._put(place, None)
         if trace.on and source is not None:
-            trace.emit("lora.removed", id=number, adapter=source[0])
+            trace.emit("lora.dropped", id=number, adapter=source[0])
 
     def ensure(self, used: Iterable[int], in_batch: Collection[int]) -> dict[int, str]:
         """Bring the adapters that a step uses into places, of which those of the batch keep theirs. Returns those that could not be read, and why."""

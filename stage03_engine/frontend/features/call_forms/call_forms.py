@@ -15,6 +15,7 @@ import msgspec
 
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.messages import EngineCoreRequest
+from stage03_engine.plugins import wanted
 from stage03_engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ _starting: dict[AsyncLLM, asyncio.Task[Any]] = {}  # engines that somebody waits
 
 @dataclass(frozen=True)
 class LoRARequest:
-    """An adapter of `--lora-modules`, by its name. vLLM's number and folder of it are taken and not needed."""
+    """An adapter by its name. One that is not there yet is loaded from `lora_path`, as number `lora_int_id` (0: the next one)."""
 
     lora_name: str
     lora_int_id: int = 0
@@ -60,15 +61,16 @@ async def request_of(
     """(the request, its text), once the engine has started. Long texts are tokenized in a thread. Raises InvalidRequestError,
     EngineStartError."""
     plain, salt = plain_prompt(prompt)
+    await started(engine)
     if lora_request is not None:
-        params = msgspec.structs.replace(params, lora=lora_request.lora_name)
-    await _started(engine)
+        choose = wanted("engine", "adapter_of_async", "an adapter")
+        params = msgspec.structs.replace(params, **await choose(engine, lora_request))
     process = engine.input_processor.process_inputs
     request = await asyncio.to_thread(process, request_id, plain, params, priority=priority, cache_salt=salt)
     return request, plain if isinstance(plain, str) else None
 
 
-async def _started(engine: AsyncLLM) -> None:
+async def started(engine: AsyncLLM) -> None:
     """vLLM's constructor waits for the engine; here the first request does, so that the event loop stays free meanwhile."""
     if engine.ready is None:
         task = _starting.get(engine)

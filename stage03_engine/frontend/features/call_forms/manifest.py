@@ -11,5 +11,6 @@ FEATURE = Feature(
     parts=(
         Part("engine", ".call_forms:request_of", key="request_of"),
         Part("engine", ".call_forms:plain_prompt", key="plain_prompt"),
+        Part("engine", ".call_forms:started", key="started"),
     ),
 )

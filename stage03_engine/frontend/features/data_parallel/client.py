@@ -13,7 +13,7 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -85,6 +85,8 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
         # The seeds that an engine would give to requests without one. A request that runs again must have the same.
         self._seeds = random.Random(config.model_config.seed)
         self._is_scaling = self._is_watched = False
+        self.preparing: list[Callable[[AsyncEngineCoreClient], Awaitable[None]]] = []
+        """Called for each engine that comes later, before it gets requests: features bring it to where the others are."""
         self.stall_seconds, self.clock = 0.0, time.monotonic  # --engine-stall-seconds: set by the server before `start`
         self._totals = Totals()
 
@@ -152,6 +154,12 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
         while self._held and self.num_ready:
             first = next(iter(self._held))
             await self._send(self._held.pop(first))
+
+    async def _prepare(self, engine: Engine) -> None:
+        """If it dies meanwhile, whoever reads its outputs hears of it."""
+        with contextlib.suppress(EngineDeadError):
+            for prepare in self.preparing:
+                await prepare(engine.client)
 
     def _now(self, engine: Engine, state: EngineState) -> None:
         """What the engine is doing from now on."""
@@ -376,6 +384,7 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
             await self._died(engine, EngineDeadError(f"It cannot start again: {error}"))
             return
         logger.info("Engine %d is ready again.", engine.index)
+        await self._prepare(engine)
         await self._join(engine, ready)
 
     async def _end_engine(self, engine: Engine) -> None:
@@ -429,6 +438,7 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
             raise
         self.size = size
         for engine, said in zip(new, ready):
+            await self._prepare(engine)
             await self._join(engine, said)
 
     async def _shrink(self, size: int) -> None:
