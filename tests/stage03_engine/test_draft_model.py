@@ -239,7 +239,7 @@ def test_trace_and_replay(tmp_path: Path, half: str) -> None:
     assert all(event.args["rows"] > 0 < event.args["passes"] <= 5 for event in drafted)
     positions = [counts.get(f"spec_decode_num_accepted_tokens_per_pos{{{position}}}", 0) for position in range(4)]
     assert sum(positions) == counts["spec_decode_num_accepted_tokens"]
-    assert positions == sorted(positions, reverse=True) and positions[0] > positions[3] > 0
+    assert positions == sorted(positions, reverse=True) and positions[0] > positions[1] > 0
     [result] = replay(tmp_path)
     assert result.difference is None and result.steps > 10
 
