@@ -42,7 +42,8 @@ STAGES = ("stage01_cli", "stage02_server", "stage03_engine", "stage04_kernels")
 KERNELS = ("stage04_kernels/triton_kernels", "stage04_kernels/lab")  # stage 4's own tables name its rooms
 MAX_LINES, MAX_FILES = 8082, 73
 """Of the bare house; to become 7,500 and 75. The links and seams that features share are counted too: 75 lines for what is added to a layer
-and to a block's hash, for names of the model, and for conflicts; 19 for workers, models and stat loggers of a user's own."""
+and to a block's hash, for names of the model, and for conflicts; 19 for workers, models and stat loggers of a user's own; 14 for keys and
+values of a second model in the same blocks, and its steps."""
 ALONE = """
 import sys
 sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in getattr(finder, "__module__", "")]
