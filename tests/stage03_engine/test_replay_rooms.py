@@ -118,7 +118,7 @@ def test_hooks_stand_in_the_order_of_their_features(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(plugins, "INDEX", (after, first, *(room for room in others if room != first)))
     monkeypatch.setattr(Scheduler, "schedule", look)
     assert replay(tmp_path)[0].difference is None
-    whole = ["RecordedDraftHook", "RecordedNapHook", "RecordedSwapHook", "RecordedPromptLogprobsHook"]
+    whole = ["RecordedSwapHook", "RecordedDraftHook", "RecordedNapHook", "RecordedPromptLogprobsHook"]
     assert seen[-1] == whole and all(hooks == [name for name in whole if name in hooks] for hooks in seen)
 
 

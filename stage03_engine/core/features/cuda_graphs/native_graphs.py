@@ -9,18 +9,34 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 
 from stage03_engine.core.features.cuda_graphs.cuda_graphs import DecodeGraphs
 from stage03_engine.core.hooks import RunnerHook
 from stage03_engine.core.input_batch import StepInputs
+from stage04_kernels.attention import AttentionMetadata
 from stage04_kernels.backends.native.attention import FUNCTIONS
 from stage04_kernels.backends.native.graph import NotRecordableError, record
 from stagetrace import trace
 
 logger = logging.getLogger(__name__)
 MOST_REQUESTS = 8  # each size has memory of its own for all results of a step: together 0.5 MB x 36 for GPT-2
+
+
+def one_token_each(metadata: AttentionMetadata) -> AttentionMetadata:
+    """The same step, in which each token is a request with one token, and sees as much as before: a layer writes all keys and values before it
+    reads any."""
+    starts, count = metadata.query_start_loc_cpu, len(metadata.slot_mapping)
+    lengths = [end - start for start, end in pairwise(starts)]
+    seen = [end - left for end, length in zip(metadata.seq_lens_cpu, lengths) for left in range(length - 1, -1, -1)]
+    requests = torch.tensor([request for request, length in enumerate(lengths) for _ in range(length)])
+    each = list(range(count + 1))
+    return AttentionMetadata(
+        torch.tensor(each, dtype=torch.int32), torch.tensor(seen, dtype=torch.int32), metadata.block_table[requests],
+        metadata.slot_mapping, each, seen, 1, max(seen),
+    )  # fmt: skip
 
 
 class NativeGraphHook(RunnerHook):
@@ -46,10 +62,14 @@ class NativeGraphHook(RunnerHook):
             trace.emit("graphs.captured", kind="native", sizes=sizes, seconds=round(time.monotonic() - started, 4))
 
     def forward(self, inputs: StepInputs, run: Callable[[StepInputs], torch.Tensor]) -> torch.Tensor:
-        """Replay a decode step."""
-        if self.graphs is None or not (inputs.replayable and self.graphs.fits(inputs.metadata)):
+        """Replay a decode step. In a step that verifies drafts each token counts as a request of its own."""
+        if self.graphs is None or not inputs.replayable:
             return run(inputs)
-        return self.graphs.forward(inputs.input_ids, inputs.positions, inputs.metadata)
+        drafts = any(inputs.ahead) and len(inputs.input_ids) <= MOST_REQUESTS
+        metadata = one_token_each(inputs.metadata) if drafts else inputs.metadata
+        if not self.graphs.fits(metadata):
+            return run(inputs)
+        return self.graphs.forward(inputs.input_ids, inputs.positions, metadata)
 
     def shutdown(self) -> None:
         """Release the recordings."""

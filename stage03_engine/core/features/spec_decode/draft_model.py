@@ -59,6 +59,9 @@ class DraftModelHook(DraftVerifier):
         self.adaptive = config.speculative_config.adaptive_num_speculative_tokens
         self.context = self.draft.config.max_model_len
         self._computed: dict[str, int] = {}  # request id -> of how many of its tokens the draft has keys and values
+        self._before: tuple[list[int], SamplingMetadata] | None = (
+            None  # of the pass before: its rows, how they were sampled
+        )
         self._lengths: dict[str, int] = {}  # request id -> how many drafts it is worth, if not the most
         self._probs: dict[str, list[Tensor]] = {}  # probabilistic: what each draft of the step was drawn from, [vocab]
 
@@ -99,7 +102,7 @@ class DraftModelHook(DraftVerifier):
                 self._lengths.pop(request_id, None)
         lengths = {request_id: len(places) for request_id, places in scheduled.items()}
         drafts: dict[str, list[int]] = {request_id: [] for request_id in lengths}
-        self._probs = {request_id: [] for request_id in lengths}
+        self._probs, self._before = {request_id: [] for request_id in lengths}, None
         passes = self._follow(lengths, drafts, scheduler_output)
         while self._extend(lengths, drafts, scheduler_output):
             passes += 1
@@ -183,11 +186,19 @@ class DraftModelHook(DraftVerifier):
         where both models agree on the probabilities they draw the same token, at any temperature."""
         if self.method == "greedy":
             return SamplingMetadata.greedy(len(inputs.sampled), self.runner.device)
+        before, self._before = self._before, None
+        if before is not None and before[0] == inputs.sampled:  # the pass before, one token on
+            seeds, positions = before[1].noise_keys
+            self._before = inputs.sampled, replace(before[1], noise_keys=(seeds, positions + 1))
+            return self._before[1]
         metadata = self.runner.sampling_metadata(inputs)
         for hook in self.runner.hooks:
             if hook is not self and not hook.observes:
                 metadata = hook.sampling_metadata(metadata, inputs, scheduler_output)
-        return replace(metadata, max_num_logprobs=None, named={})
+        metadata = replace(metadata, max_num_logprobs=None, named={})
+        if metadata.rules is None:
+            self._before = inputs.sampled, metadata
+        return metadata
 
     def sampling_metadata(
         self, metadata: SamplingMetadata, inputs: StepInputs, scheduler_output: SchedulerOutput
