@@ -183,7 +183,9 @@ SEAMS = {
     "llm": Seam("core", _SERVER, "a method of LLM; the key is its name (a chat needs what the server has)"),
     "stats": Seam("core", _ENGINE, "a StatLogger; the key says who makes it: engine, server or package"),
     "counts": Seam("core", _ENGINE, "what a feature counts: name of the metric -> what it is"),
-    "engine": Seam("core", _ENGINE, "one thing that the engine asks for by its key, if it is there; AsyncLLM.x is a method"),
+    "engine": Seam(
+        "core", _ENGINE, "one thing that the engine asks for by its key, if it is there; AsyncLLM.x is a method"
+    ),
     "replay": Seam(
         "scheduler", _ENGINE, "stands for a hook or a scheduler in a replay; the key is its name in a recording"
     ),

@@ -31,7 +31,11 @@ LOAD, UNLOAD, COMPLETIONS = "/v1/load_lora_adapter", "/v1/unload_lora_adapter", 
 SMALL: dict[str, Any] = {"kv_cache_memory_bytes": 20_000_000, "max_model_len": 128, "device": "cpu", "dtype": "float32"}
 # As many at once as there may be, if there is a bound: what is tested here does not depend on it.
 ADAPTERS: dict[str, Any] = {"enable_lora": True} | {name: 4 for name in ("max_loras",) if hasattr(LoRAConfig, name)}
-ASKED = {"prompt": "To be, or not to be, that is the question: whether it is nobler in the mind to suffer", "max_tokens": 8, "temperature": 0}
+ASKED = {
+    "prompt": "To be, or not to be, that is the question: whether it is nobler in the mind to suffer",
+    "max_tokens": 8,
+    "temperature": 0,
+}
 KEYS = ("key-of-a", "key-of-b")
 
 
