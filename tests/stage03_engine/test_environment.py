@@ -55,6 +55,7 @@ def dry_run(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, str]:
         ("VLLM_CPU_OMP_THREADS_BIND", CORE, "cpu_omp_threads_bind", CORE),
         ("VLLM_ENABLE_V1_MULTIPROCESSING", "0", "in_process", "true"),
         ("VLLM_SERVER_DEV_MODE", "1", "server_dev_mode", "true"),
+        ("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "True", "allow_runtime_lora_updating", "true"),
         ("VLLM_BATCH_INVARIANT", "1", "batch_invariant", "true"),
         ("FORWARDED_ALLOW_IPS", "10.0.0.0/8", "forwarded_allow_ips", "10.0.0.0/8"),
         ("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "9", "timeout_keep_alive", "9"),
