@@ -311,6 +311,7 @@ def test_a_layer_that_is_not_whole_is_named(
         ("gptq", {"quant_method": "bitsandbytes"}, "bitsandbytes is not supported: its matrices .* --quantization int4"),
         ("gptq", {"quant_method": "gguf"}, "gguf is not supported"),
         ("gptq", {"quant_method": "hqq"}, "'hqq' is not supported, only gptq, awq, compressed-tensors, fp8"),
+        ("gptq", {"quant_method": None}, "quant_method .None. is not supported, only gptq"),
         ("gptq", {"bits": 3}, "bits = '3' is not supported, only 4, 8"),
         ("gptq", {"bits": True}, "bits = 'True' is not supported"),
         ("gptq", {"group_size": 0}, "group_size must be -1 or a positive integer, not 0"),

@@ -52,6 +52,8 @@ class CheckpointFlags:
         """Raises ConfigError if --quantization asks for another format than the checkpoint has (vLLM: ModelConfig._verify_quantization)."""
         found = config.model_config.checkpoint_quantization
         asked = getattr(config.model_config, "quantization", None)
+        if found is not None and getattr(config, "is_whisper", False):
+            raise ConfigError(f"a Whisper model that is quantized with {found['quant_method']} is not supported")
         if found is not None and asked not in (None, found["quant_method"]):
             raise ConfigError(
                 f"quantization {asked} does not match the checkpoint, which is quantized with {found['quant_method']}: leave it out"
