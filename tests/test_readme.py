@@ -194,6 +194,7 @@ def flags_of(parser: argparse.ArgumentParser) -> set[str]:
 
 NO_FLAGS_OF_OURS = {
     "--out",
+    "--checkpoint",
     "--text",
     "--disable-sleep-mode",
     "--max-num-seq",
@@ -207,7 +208,7 @@ NO_FLAGS_OF_OURS = {
     "--nproc-per-node",
     "--editable",
 }
-"""A wrong one, an opposite, placeholders; curl's, pytest's, torchrun's, pip's and those of the training script."""
+"""A wrong one, an opposite, placeholders; curl's, pytest's, torchrun's, pip's and those of the scripts that train, and that measure accuracy."""
 
 
 def test_every_flag_that_a_readme_names_exists() -> None:

@@ -25,6 +25,9 @@ CHILDREN = {
 COMMANDS = {
     "stage02_server", "stage03_engine", "stage03_engine.bundled.training.train_gpt2_tiny", "stage02_server.features.page.openapi", "stage03_engine.core.features.quantization.accuracy",
     "stage03_engine.core.features.load_formats.save_sharded_state",
+    "stage03_engine.bundled.training.train_gpt2_tiny_draft",
+    "stage03_engine.bundled.training.train_adapter",
+    "stage03_engine.core.features.kv_cache_dtype.accuracy",
 }  # fmt: skip
 """What users start."""
 
