@@ -29,7 +29,9 @@ DELTA, CUMULATIVE, FINAL_ONLY = RequestOutputKind.DELTA, RequestOutputKind.CUMUL
 
 
 class Letters:
-    """As much of a tokenizer as the detokenizer needs."""
+    """As much of a tokenizer as the output processor needs."""
+
+    makes_text = True
 
     def stream(self, after: list[int], skip_special_tokens: bool = True) -> ByteLevelStream:
         return ByteLevelStream()
