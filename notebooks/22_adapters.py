@@ -169,3 +169,14 @@ def judged(function):
 
 
 passed = lab.check(judged(adapted), judged(real_adapted), map(case, range(60)))
+
+# %% [markdown]
+# That was the warm-up. [Exercise 17](exercises/ex17_adapters/README.md) has the real part, with places for the adapters, and it serves (`stages course start 17`):
+
+# %%
+if passed:
+    import stage01_cli.tools.course as course
+
+    course.start(17, lab.WORK)  # copies the starter into work/; then course.check(17)
+else:
+    print("This begins exercise 17 once yours passes.")

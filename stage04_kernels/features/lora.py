@@ -21,6 +21,17 @@ TILE_ROWS = 16  # of one tile of `RowGroups.tiles`: as many as a matrix unit tak
 AddLowRank = Callable[[Tensor, Tensor, Tensor, Tensor, "RowGroups"], Tensor]
 
 
+def group_rows(place_of: np.ndarray) -> list[tuple[int, np.ndarray | None]]:
+    """Each place that rows use, from the lowest up, with the numbers of its rows in order [n] int64; None if all rows use it.
+
+    place_of: [num_rows] int64; NO_PLACE for a row without an adapter.
+    """
+    places = np.unique(place_of[place_of != NO_PLACE]).tolist()
+    if len(places) == 1 and (place_of == places[0]).all():
+        return [(places[0], None)]
+    return [(place, np.flatnonzero(place_of == place)) for place in places]
+
+
 @dataclass(frozen=True, eq=False)
 class RowGroups:
     """Which rows of a batch use which place. One object serves all layers of a step."""
@@ -34,34 +45,36 @@ class RowGroups:
         return cls(np.asarray(place_of, dtype=np.int64), torch.device(device))
 
     @cached_property
+    def _groups(self) -> list[tuple[int, np.ndarray | None]]:
+        return group_rows(self.place_of)
+
+    @cached_property
     def places(self) -> list[int]:
         """Those that rows use, in order."""
-        return np.unique(self.place_of[self.place_of != NO_PLACE]).tolist()
+        return [place for place, _ in self._groups]
 
     @cached_property
     def by_place(self) -> list[tuple[int, Tensor | None]]:
         """(place, its rows in order [n] int64), and (place, None) if all rows use it."""
-        if len(self.places) == 1 and (self.place_of == self.places[0]).all():
-            return [(self.places[0], None)]
-        rows = [torch.from_numpy(np.flatnonzero(self.place_of == place)) for place in self.places]
-        return [(place, of.to(self.device)) for place, of in zip(self.places, rows, strict=True)]
+        return [
+            (place, None if rows is None else torch.from_numpy(rows).to(self.device)) for place, rows in self._groups
+        ]
 
     @cached_property
     def stacked(self) -> tuple[Tensor, Tensor] | None:
         """If several places have equally many rows, as in a step of decodes: the places [n] int64, and their rows [n, m] int64."""
-        counts = np.bincount(self.place_of[self.place_of != NO_PLACE])
-        if len(self.places) < 2 or len(set(counts[counts > 0].tolist())) > 1:
+        rows_of = [rows for _, rows in self._groups if rows is not None]
+        if len(rows_of) < 2 or len(set(map(len, rows_of))) > 1:
             return None
-        rows = np.stack([np.flatnonzero(self.place_of == place) for place in self.places])
-        return torch.tensor(self.places).to(self.device), torch.from_numpy(rows).to(self.device)
+        return torch.tensor(self.places).to(self.device), torch.from_numpy(np.stack(rows_of)).to(self.device)
 
     @cached_property
     def tiles(self) -> tuple[Tensor, Tensor]:
         """The same for a kernel whose programs take TILE_ROWS rows of one place each: the place of each tile [num_tiles] int32, and
         its rows [num_tiles, TILE_ROWS] int32, -1 where it has fewer."""
         places, tiles = list[int](), list[np.ndarray]()
-        for place in self.places:
-            rows = np.flatnonzero(self.place_of == place)
+        for place, own in self._groups:
+            rows = np.arange(len(self.place_of)) if own is None else own
             for start in range(0, len(rows), TILE_ROWS):
                 tile = np.full(TILE_ROWS, -1, dtype=np.int32)
                 part = rows[start : start + TILE_ROWS]

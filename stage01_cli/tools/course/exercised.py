@@ -37,6 +37,8 @@ COUNTS = {
     "flipped": "greedy answers that a rule changed",
     "accepted": "drafts accepted",
     "rejected": "drafts rejected",
+    "mixed_adapters": "steps with rows of two adapters",
+    "placed": "adapters brought into a place",
     "calls": "calls of the engine at once",
     "exchanges": "exchanges between workers",
     "workers": "workers",
@@ -102,6 +104,10 @@ class _Counting:
             case "spec.verified":
                 found["accepted"] += args["accepted"]
                 found["rejected"] += args["drafted"] - args["accepted"]
+            case "lora.rows":
+                found["mixed_adapters"] += len(args["rows"]) > 1
+            case "lora.placed":
+                found["placed"] += 1
             case "worker.collective":
                 found["exchanges"] += 1
                 self.workers.add(event.pid)

@@ -63,6 +63,20 @@ class LowRankSum:
         return self._add(y, x, self.a, self.b, groups)
 
 
+def place_for(
+    places: Mapping[int, int], num_places: int, in_batch: Collection[int], pinned: Collection[int]
+) -> tuple[int, int | None]:
+    """(the place that an adapter gets, the adapter that makes room or None): the lowest free place, else that of the adapter which was
+    used longest ago, of those that the batch does not need; one that is pinned goes only if no other can.
+
+    places: adapter -> its place, used longest ago first.
+    """
+    if len(places) < num_places:
+        return min(set(range(num_places)) - set(places.values())), None
+    evicted = min((each for each in places if each not in in_batch), key=lambda each: each in pinned)
+    return places[evicted], evicted
+
+
 class AdapterPlaces:
     """The adapters of one worker. They are named by their numbers (vLLM: lora_int_id).
 
@@ -122,13 +136,9 @@ class AdapterPlaces:
             adapter = self._read(number, name, folder, digest)
             self._keep(number, adapter)
         self.cached.move_to_end(number)
-        evicted = None
-        if len(self.places) < self._num_places:
-            place = min(set(range(self._num_places)) - set(self.places.values()))
-        else:
-            # One that is pinned keeps its place if another can go; one of the batch always does.
-            evicted = min((each for each in self.places if each not in in_batch), key=lambda each: each in self.pinned)
-            place = self.places.pop(evicted)
+        place, evicted = place_for(self.places, self._num_places, in_batch, self.pinned)
+        if evicted is not None:
+            del self.places[evicted]
         self.places[number] = place
         self._put(place, self.cached[number])
         if trace.on:
