@@ -61,6 +61,21 @@ def test_times_pids_and_random_ids_are_ignored(tmp_path: Path) -> None:
     assert compare(a, b).same
 
 
+@pytest.mark.parametrize("place", ["{0}", ["{0}", "{1}"], {"7": ["{1}", "{0}"]}, {"{0}": 1}], ids=str)
+def test_ids_are_ignored_wherever_an_event_has_them(place: Any, tmp_path: Path) -> None:
+    """Also in arguments of features that did not exist when this was written."""
+    sides = []
+    for name in "ab":
+        path, lines = lines_of(record(tmp_path / name, life()))
+        ids = [line["req"] for line in lines if line["name"] == "sched.queued"]
+        said = json.loads(json.dumps(place).replace("{0}", ids[0]).replace("{1}", ids[1]))
+        last = next(line for line in reversed(lines) if line["name"] == "sched.scheduled")
+        last["args"]["of_a_feature"] = said
+        write(path.parent, lines)
+        sides.append(path.parent)
+    assert compare(*sides).same
+
+
 @pytest.mark.parametrize("folder", RECORDED, ids=lambda path: path.name)
 def test_a_recording_is_like_itself_and_unlike_the_others(folder: Path) -> None:
     assert compare(folder, folder).same

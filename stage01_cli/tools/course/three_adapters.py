@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import json
+import os
 import shutil
-import tempfile
 from pathlib import Path
 
+from stage01_cli.tools.course.exercises import WORK
 from stage03_engine.model_path import BUNDLED_FOLDER
 
 BUNDLED = BUNDLED_FOLDER / "gpt2-tiny-ship"
@@ -16,11 +16,13 @@ ALPHAS = {"ship": 8.0, "half": 4.0, "against": -3.0}
 
 
 def flags(_: Path | None) -> list[str]:
-    """Those that load them. Their folder is removed when this process ends."""
-    home = Path(tempfile.mkdtemp(prefix="stages-adapters-"))
-    atexit.register(shutil.rmtree, home, ignore_errors=True)
+    """Those that load them. They lie in the same folder for every run, so that two runs differ in nothing but the part."""
+    home = WORK / "adapters"
     for name, alpha in ALPHAS.items():
-        shutil.copytree(BUNDLED, home / name)
+        (home / name).mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(BUNDLED / "adapter_model.safetensors", half_written := home / name / f".{os.getpid()}")
+        os.replace(half_written, home / name / "adapter_model.safetensors")
         config = json.loads((BUNDLED / "adapter_config.json").read_text(encoding="utf-8"))
-        (home / name / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": alpha}), encoding="utf-8")
+        half_written.write_text(json.dumps(config | {"lora_alpha": alpha}), encoding="utf-8")
+        os.replace(half_written, home / name / "adapter_config.json")
     return ["--enable-lora", "--lora-modules", *(f"{name}={home / name}" for name in ALPHAS)]

@@ -149,10 +149,18 @@ class _Side:
         for key in ("first", "needed_by"):
             if args.get(key):
                 args[key] = self.name(args[key])
-        for key in ("behind", "grammar"):
-            if key in args:
-                args[key] = [self.name(i) for i in args[key]]
-        return Fact(event.name, None if event.req is None else self.name(event.req), args)
+        req = None if event.req is None else self.name(event.req)
+        return Fact(event.name, req, {key: self._without_ids(value) for key, value in args.items()})
+
+    def _without_ids(self, value: Any) -> Any:
+        """With names in the place of the ids of requests that an event was about before, wherever they stand."""
+        if isinstance(value, str):
+            return self.names.get(value, value)
+        if isinstance(value, list):
+            return [self._without_ids(each) for each in value]
+        if isinstance(value, dict):
+            return {self._without_ids(key): self._without_ids(each) for key, each in value.items()}
+        return value
 
 
 class _Comparison:
