@@ -26,6 +26,7 @@ class WeightFormat:
     """A value of `--load-format`: how weights are stored, if not as safetensors, or made without files."""
 
     needs_files = True
+    cut_already = False  # each worker finds its own slices in them
     automatic = False  # taken by `auto` where there are no safetensors files
     tensors: str  # "module:function"; called with (config, dtype), gives (name, tensor) pairs
 
@@ -87,7 +88,7 @@ def resolve_model(
         for change in asked("engine", "changed_shape", settings):
             known = change(known, settings)
         return ModelFiles(name, None, tokenizer_path, known, "known shape")
-    folder, where = _find(name, "model", _has_config if dummy else partial(_has_model, load_format), dummy, settings)
+    folder, where = _find(name, "model", _has_config if dummy else partial(has_model, load_format), dummy, settings)
     if not _has_config(folder):
         raise ModelNotFoundError(f"{folder} is not a model: it has no config.json")
     shape = read_shape(folder, settings)
@@ -181,6 +182,11 @@ def _has_tokenizer(folder: Path) -> bool:
     return (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file()
 
 
-def _has_model(load_format: str, folder: Path) -> bool:
-    form = weight_format(_stored_as(folder, load_format))
-    return _has_config(folder) and (any(folder.glob("*.safetensors")) if form is None else bool(form.files(folder)))
+def has_model(load_format: str, folder: Path) -> bool:
+    """Is the folder a whole model? Else it may be a download that was interrupted."""
+    try:
+        form = weight_format(_stored_as(folder, load_format))
+        stored = any(folder.glob("*.safetensors")) if form is None else bool(form.files(folder))
+    except ModelNotFoundError:  # one of several files is missing
+        return False
+    return stored and _has_config(folder)

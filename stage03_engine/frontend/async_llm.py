@@ -155,7 +155,7 @@ class AsyncLLM:
         await self.engine_core.abort_requests_async(running)
 
     def __getattr__(self, name: str) -> Any:
-        """The methods of features, such as `add_lora(lora_request)`."""
+        """The methods that features add."""
         if (method := find("engine", f"AsyncLLM.{name}")) is None:
             raise AttributeError(f"AsyncLLM has no attribute {name!r}")
         return partial(method, self)

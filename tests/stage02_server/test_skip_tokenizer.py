@@ -102,3 +102,9 @@ def test_what_needs_text_is_refused(server: InProcessServer, path: str, body: di
 def test_a_model_of_sounds_is_read_by_another_library(setting: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"{next(iter(setting))}.* Whisper"):
         EngineArgs.from_kwargs(model=str(whisper_folder(tmp_path)), **setting)
+
+
+def test_there_is_nothing_to_show_of_a_tokenizer(make_server: Callable[..., InProcessServer]) -> None:
+    config = EngineArgs.from_kwargs(model="gpt2-tiny", skip_tokenizer_init=True)
+    with pytest.raises(ConfigError, match="enable_tokenizer_info_endpoint shows the tokenizer"):
+        make_server(config=config, enable_tokenizer_info_endpoint=True)

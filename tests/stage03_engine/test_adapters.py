@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -261,3 +263,26 @@ def test_training_gives_the_same_file_again(tmp_path: Path) -> None:
         assert after < before
     one, two = ((tmp_path / name / "adapter_model.safetensors").read_bytes() for name in ("one", "two"))
     assert one == two
+
+
+def test_a_number_is_never_used_twice(files: Path, expected: dict[str, list[int]]) -> None:
+    """Also not one that the front end has given, and a refused load takes nobody else's adapter away."""
+    with LLM(str(files / "model"), **ADAPTERS, **SMALL) as llm:
+        assert tokens(llm, LoRARequest("poet", lora_path=str(files / "poet"))) == expected["poet"]
+        with pytest.raises(InvalidRequestError, match="the number 1 was used already"):
+            tokens(llm, LoRARequest("painter", 1, str(files / "painter")))
+        assert tokens(llm, LoRARequest("poet")) == expected["poet"]
+
+
+def test_a_number_format_that_torch_lacks_is_one_line(files: Path, tmp_path: Path) -> None:
+    shutil.copytree(files / "poet", tmp_path / "odd")
+    head = json.dumps(
+        {"base_model.model.h.0.attn.c_attn.lora_A.weight": {"dtype": "F8_E8M0", "shape": [4], "data_offsets": [0, 4]}}
+    )
+    head += " " * (-len(head) % 8)
+    content = len(head).to_bytes(8, "little") + head.encode() + b"\0" * 4
+    (tmp_path / "odd/adapter_model.safetensors").write_bytes(content)
+    with LLM(str(files / "model"), **ADAPTERS, **SMALL) as llm:
+        with pytest.raises(InvalidRequestError, match="^adapter odd: cannot read adapter_model.safetensors"):
+            tokens(llm, LoRARequest("odd", lora_path=str(tmp_path / "odd")))
+        assert tokens(llm)

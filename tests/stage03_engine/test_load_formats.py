@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import shutil
 import zipfile
@@ -218,3 +219,22 @@ def test_a_draft_is_read_as_it_is_stored(tmp_path: Path) -> None:
     assert answers(str(folder_with(tmp_path / "pt", w__bin=tensors())), speculative_config=draft) == expected
     save_sharded_state(EngineArgs.from_kwargs(model="gpt2-tiny"), tmp_path / "cut")
     assert answers(str(tmp_path / "cut"), load_format="sharded_state", speculative_config=draft) == expected
+
+
+def test_what_is_quantized_is_not_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither a target nor a draft may be: slices of codes are none of weights."""
+    folder = folder_with(tmp_path / "model")
+    shutil.copyfile(BUNDLED / "model.safetensors", folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert main(["--model", str(folder), "--out", str(tmp_path / "out")]) == 2
+    assert "a quantized checkpoint is not cut" in capsys.readouterr().err
+    save_sharded_state(EngineArgs.from_kwargs(model="gpt2-tiny"), tmp_path / "slices")
+    shutil.copyfile(folder / "config.json", tmp_path / "slices/config.json")
+    with pytest.raises(ConfigError, match="sharded_state has no slices of weights in fp8"):
+        EngineArgs.from_kwargs(model=str(tmp_path / "slices"), load_format="sharded_state")
+    with pytest.raises(ConfigError, match="is quantized, and a draft has ordinary weights"):
+        EngineArgs.from_kwargs(
+            model="gpt2-tiny", speculative_config={"model": str(folder), "num_speculative_tokens": 2}
+        )

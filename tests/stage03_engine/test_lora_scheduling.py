@@ -18,6 +18,7 @@ from stage03_engine.core.features.lora.recorded_lora import RecordedLoRAHook
 from stage03_engine.core.features.lora.scheduler_hook import Known, LoRASchedulerHook, adapter_of
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
 from stage03_engine.errors import ConfigError, InvalidRequestError
+from stage03_engine.messages import FinishReason
 from stage03_engine.replay.replay import replay
 from stagetrace import read_run
 
@@ -253,3 +254,38 @@ def test_blocks_are_those_of_one_load() -> None:
     assert hits(lambda engine: None) == 40
     assert hits(loaded_again, adapter=7) == 0
     assert hits(failed) == 0
+
+
+def test_an_adapter_that_is_pinned_while_its_place_is_closed_goes_on() -> None:
+    """Else nobody could close another place, and its own new requests would wait for ever."""
+    engine = Engine(max_loras=2)
+    engine.ask("one", 1, max_tokens=30)
+    engine.ask("two", 2, max_tokens=30)
+    engine.step()
+    engine.ask("third", 3)
+    number = 0
+    while engine.hook._closed is None:
+        engine.ask(f"overtakes{(number := number + 1)}", 1, max_tokens=1)
+        engine.step()
+    closed = engine.hook._closed
+    assert engine.hook.pin(closed)
+    engine.ask("again", closed)
+    for number in range(200):
+        if not {"again", "third"} & engine.scheduler.requests.keys():
+            break
+        engine.ask(f"later{number}", 3 - closed, max_tokens=1)
+        engine.step()
+    else:
+        pytest.fail("two adapters starve")
+
+
+def test_blocks_of_a_step_whose_requests_left_are_not_found_again() -> None:
+    """Its adapter could not be read, and the step's requests ended before that was known."""
+    engine = Engine()
+    engine.ask("mine", 1, 40)
+    output = engine._begin()
+    engine.scheduler.finish_requests(["mine"], FinishReason.ABORT)
+    answer = ModelRunnerOutput({})
+    REPORT.put(answer.extras, Report({1: "gone"}))
+    engine.hook.executed(output, answer)
+    assert engine.hook.known[1].failures == 1

@@ -19,7 +19,7 @@ from patience import PATIENCE
 
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.errors import ConfigError, ModelNotFoundError, StagesError
-from stage03_engine.model_path import BUNDLED_FOLDER, bundled_models, known_shapes, read_shape, resolve_model
+from stage03_engine.model_path import BUNDLED_FOLDER, bundled_models, has_model, known_shapes, read_shape, resolve_model
 from stage03_engine.model_shape import ModelShape
 
 CONFIG: dict[str, Any] = {
@@ -358,6 +358,15 @@ def test_the_tokenizer_may_have_a_revision_of_its_own(hub: str, tmp_path: Path) 
         [sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=PATIENCE, check=True
     )
     assert done.stdout.split() == ["{2}", "{}"]
+
+
+def test_shards_that_are_missing_are_no_complete_copy(tmp_path: Path) -> None:
+    """So an interrupted download is resumed."""
+    folder = model_folder(tmp_path, "a.bin", TOKENIZER)
+    (folder / "pytorch_model.bin.index.json").write_text('{"weight_map": {"x": "a.bin", "y": "b.bin"}}')
+    assert not has_model("auto", folder) and not has_model("pt", folder)
+    (folder / "b.bin").touch()
+    assert has_model("auto", folder) and has_model("pt", folder) and not has_model("safetensors", folder)
 
 
 def test_the_hub_does_not_have_it(hub: str, tmp_path: Path) -> None:

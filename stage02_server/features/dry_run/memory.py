@@ -106,6 +106,7 @@ def count_parameters(config: VllmConfig) -> int:
 def count_draft_parameters(config: VllmConfig) -> int:
     """Of the model that drafts; 0 without one. Raises as `count_parameters` does."""
     drafts = getattr(getattr(config, "speculative_config", None), "method", None) == "draft_model"
+    drafts = drafts and not getattr(config.model_config, "logits_processors", None)  # with them nothing drafts
     return count_parameters(load(_DRAFT_CONFIG)(config)) if drafts else 0
 
 

@@ -9,6 +9,7 @@ from fastapi import APIRouter, FastAPI, Request
 from tokenizers import AddedToken
 
 from stage02_server.api_server import Services
+from stage03_engine.errors import ConfigError
 from stage03_engine.hf_config import read_json
 from stage03_engine.plugins import loaded
 
@@ -24,6 +25,8 @@ def tokenizer_info(services: Services) -> dict[str, Any]:
     found = read_json(path) if path is not None and path.exists() else {}
     found = {name: value for name, value in found.items() if name not in PATHS}
     found.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
+    if not tokenizer.makes_text:
+        raise ConfigError("enable_tokenizer_info_endpoint shows the tokenizer, which skip_tokenizer_init leaves out")
     added = tokenizer.backend.get_added_tokens_decoder()
     found["added_tokens_decoder"] = {str(token_id): _described(token) for token_id, token in sorted(added.items())}
     given = [read(services.args.chat_template) for read in loaded("server", "load_chat_template")]

@@ -19,8 +19,8 @@ class HfOverrides:
 
     hf_overrides: dict[str, Any] | None = option(
         None,
-        'keys of config.json that count instead of the model\'s own, as JSON: {"num_hidden_layers": 2}; with dummy weights of a known '
-        "shape too",
+        'values that replace those in config.json, as JSON: {"num_hidden_layers": 2}; with --load-format dummy also the sizes of a '
+        "known shape",
     )
 
 

@@ -12,6 +12,7 @@ from stage03_engine.core.features.distributed.parallel_state import ranks
 from stage03_engine.core.features.distributed.sharded_weights import cut_vocabulary, own_slices
 from stage03_engine.core.hooks import RunnerHook
 from stage03_engine.core.models.layers import LanguageModel
+from stage03_engine.model_path import weight_format
 
 
 class ParallelModelHook(RunnerHook):
@@ -22,8 +23,8 @@ class ParallelModelHook(RunnerHook):
         own, whole = ranks(), self.config.shape.whole
         cut_vocabulary(model, whole, own)
         stages.leave_out(model, whole, own)
-        cut_already = self.config.model_config.load_format == "sharded_state"
-        return tensors if cut_already else own_slices(tensors, whole, own)
+        form = weight_format(self.config.model_config.load_format)
+        return tensors if form is not None and form.cut_already else own_slices(tensors, whole, own)
 
     def model_loaded(self, model: LanguageModel) -> LanguageModel:
         """The model with its exchanges: within each layer, and with the neighbouring stages."""

@@ -34,6 +34,7 @@ class Pickled(WeightFormat):
 class ShardedState(WeightFormat):
     """model-rank-N-part-M.safetensors: each worker's slices, cut once and for all."""
 
+    cut_already = True
     tensors = _ROOM + "sharded_state:own_tensors"
 
     def files(self, folder: Path) -> list[Path]:

@@ -24,6 +24,8 @@ def save_sharded_state(config: VllmConfig, out: Path, part_bytes: int = PART_BYT
     model, parallel = config.model_config, config.parallel_config
     if model.load_format not in ("auto", "safetensors") or model.model_path is None:
         raise ConfigError(f"whole weights in safetensors files are cut, not those of load_format {model.load_format}")
+    if getattr(model, "checkpoint_quantization", None) is not None:
+        raise ConfigError("a quantized checkpoint is not cut: its workers make ordinary weights of it first")
     folder = Path(model.model_path)
     out.mkdir(parents=True, exist_ok=True)
     if any(out.iterdir()):

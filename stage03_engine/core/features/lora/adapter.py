@@ -127,7 +127,7 @@ def _read_tensors(content: bytes) -> dict[str, dict[str, Tensor]]:
     found: dict[str, dict[str, Tensor]] = {}
     try:
         tensors = load(content)
-    except SafetensorError as error:
+    except (SafetensorError, KeyError, ValueError, RuntimeError) as error:  # KeyError: a number format that torch lacks
         raise ConfigError(f"cannot read {WEIGHTS}: {error}") from error
     for name, tensor in tensors.items():
         if (match := TENSOR.fullmatch(name)) is None:

@@ -36,7 +36,7 @@ class LoRAConfig:
     )
     max_cpu_loras: int | None = option(
         None,
-        "adapters in the CPU's memory, from where they come to their places; as many as --max-loras if not given",
+        "adapters kept in CPU memory, from which places are filled; --max-loras if not given",
         at_least=1,
     )
     max_lora_rank: int = option(16, "highest rank that an adapter may have", at_least=1)

@@ -115,10 +115,9 @@ class LoRASchedulerHook(SchedulerHook):
 
     def released(self) -> Iterable[str]:
         """Gives the places that are free to the adapters that have waited longest; their requests need not wait any more."""
-        self._change_pins()
+        released = self._change_pins()
         if self._closed is None and self._overtakers >= self.scheduler.config.max_num_seqs:
             self._close()
-        released: list[str] = []
         while wanting := [number for number in self.waiting if number not in self.places]:
             if len(self.places) >= self.max_loras:
                 break
@@ -147,7 +146,7 @@ class LoRASchedulerHook(SchedulerHook):
         if (number := self._closed) is None:
             return
         scheduler, keep = self.scheduler, set[str]()
-        for request_id in sorted(self.places[number]):
+        for request_id in sorted(self.places[number], key=lambda each: scheduler.requests[each].arrival):
             request = scheduler.requests[request_id]
             if request.status != RequestStatus.WAITING:
                 keep.add(request_id)
@@ -207,8 +206,6 @@ class LoRASchedulerHook(SchedulerHook):
         report = REPORT.of(runner_output.extras)
         for number, why in ({} if report is None else report.failed).items():
             requests = dict.fromkeys(request.request_id for request in self._requests_of(number))
-            if requests.keys().isdisjoint(output.num_scheduled_tokens):
-                continue  # they ended while the step was in flight
             self._failed |= dict.fromkeys(requests, why)
             if number in self.known:
                 self.known[number].failures += 1
@@ -264,15 +261,18 @@ class LoRASchedulerHook(SchedulerHook):
         if pins != self._pins():
             self._asked_pins = pins
 
-    def _change_pins(self) -> None:
-        """A pinned adapter keeps the place that it has or gets next. With a step, so that a replay can do the same."""
+    def _change_pins(self) -> list[str]:
+        """A pinned adapter keeps the place that it has or gets next. With a step, so that a replay can do the same. Returns the requests that
+        need not wait any more."""
         if self._asked_pins is None:
-            return
+            return []
         self.pinned, self._asked_pins = self._asked_pins, None
         for number in list(self.places):
             self._leave_place(number)
         if trace.on:
             trace.emit("lora.pinned", step=self.scheduler.step, ids=sorted(self.pinned))
+        # a closed place that is pinned will not become free: it is open again, and another may close
+        return self._give_place(self._closed) if self._closed is not None and self._closed in self.pinned else []
 
     def check_invariants(self) -> None:
         """Raises AssertionError."""

@@ -52,7 +52,7 @@ class QuantizationFlags:
             return  # the checkpoint's own format, which its room has compared
         if method not in METHODS:
             raise ConfigError(
-                f"quantization {method} is not supported: weights are quantized here, of a checkpoint that is not, to "
+                f"quantization {method} is not supported: it makes an ordinary checkpoint smaller, and is one of "
                 f"{', '.join(METHODS)}"
             )
         for module in NEEDED:

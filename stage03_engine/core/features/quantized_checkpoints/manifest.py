@@ -54,6 +54,8 @@ class CheckpointFlags:
         asked = getattr(config.model_config, "quantization", None)
         if found is not None and getattr(config, "is_whisper", False):
             raise ConfigError(f"a Whisper model that is quantized with {found['quant_method']} is not supported")
+        if found is not None and config.model_config.load_format == "sharded_state":
+            raise ConfigError(f"load_format sharded_state has no slices of weights in {found['quant_method']}")
         if found is not None and asked not in (None, found["quant_method"]):
             raise ConfigError(
                 f"quantization {asked} does not match the checkpoint, which is quantized with {found['quant_method']}: leave it out"

@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 from stage03_engine.errors import ConfigError
 
 REFUSED = {
-    "bitsandbytes": "its matrices are compressed for bitsandbytes' own GPU kernels; serve the model that it was made of, with --quantization int4",
-    "gguf": "its weights lie in a file of llama.cpp's, not in safetensors; serve the model that it was made of, with --quantization int4",
+    "bitsandbytes": "its matrices are compressed for bitsandbytes' own GPU kernels; serve the model that it was made from, with --quantization int4",
+    "gguf": "its weights lie in a file of llama.cpp's, not in safetensors; serve the model that it was made from, with --quantization int4",
 }
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 """Of compressed-tensors."""

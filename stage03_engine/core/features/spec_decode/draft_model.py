@@ -39,7 +39,7 @@ UNKNOWN = -1  # a draft that the scheduler makes room for
 
 
 def next_length(length: int, drafted: int, accepted: int, most: int) -> int:
-    """How many drafts a request gets next, after `accepted` of `drafted` stood: one more than that, so that it costs at most one pass for nothing
+    """How many drafts a request gets next, after `accepted` of `drafted` were accepted: one more than that, so that it costs at most one pass for nothing
     where the text stays as hard as it was, and rises where it gets easier. `length` is what it had; fewer were drafted if there was no room."""
     if accepted == drafted:
         return max(length, min(most, drafted + 1))

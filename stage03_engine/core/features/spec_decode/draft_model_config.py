@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -27,7 +28,7 @@ ONLY = {
     "draft_tensor_parallel_size": (1, "each worker has all of the draft: it is small"),
     "rejection_sample_method": ("standard", "block verification and made-up acceptance are not built"),
     "quantization": (None, "the draft has the dtype of the target"),
-    "kv_cache_dtype": (None, "the draft's KV cache has the dtype of the target"),
+    "kv_cache_dtype": (None, "the draft's KV cache has the number format of --dtype"),
     "attention_backend": (None, "the draft uses the target's"),
     "enforce_eager": (None, "--enforce-eager holds for both models"),
     "revision": (None, "name a folder that holds the revision"),
@@ -65,7 +66,7 @@ def parse_draft_model(given: dict[str, Any], values: Mapping[str, Any], files: M
         )
     count = positive("num_speculative_tokens", given.get("num_speculative_tokens"))
     # the target may be stored in a way that the draft is not: slices, or pickled
-    draft = _find(model, "dummy" if values["load_format"] == "dummy" else "auto", files)
+    draft = _find(model, "dummy" if values["load_format"] == "dummy" else "auto", files, values)
     return {
         "method": "draft_model",
         "num_speculative_tokens": count,
@@ -79,12 +80,17 @@ def parse_draft_model(given: dict[str, Any], values: Mapping[str, Any], files: M
     }  # fmt: skip
 
 
-def _find(name: str, load_format: str, target: ModelFiles) -> ModelFiles:
+def _find(name: str, load_format: str, target: ModelFiles, values: Mapping[str, Any]) -> ModelFiles:
     """The draft's files. Raises ConfigError if it is the target, or has another vocabulary."""
     try:  # it speaks in the target's tokens: one that brings no tokenizer is no worse
-        draft = resolve_model(name, load_format, target.tokenizer_path)
+        of_target = {"hf_overrides": None, "revision": None, "tokenizer_revision": None}
+        draft = resolve_model(name, load_format, target.tokenizer_path, SimpleNamespace(**{**values, **of_target}))
     except ModelNotFoundError as error:
         raise ModelNotFoundError(f"speculative_config: {error}") from error
+    if draft.model_path is not None and load_format != "dummy":
+        config = read_json(Path(draft.model_path) / "config.json")
+        if config.get("quantization_config") or config.get("compression_config"):
+            raise ConfigError(f"speculative_config: the draft {name!r} is quantized, and a draft has ordinary weights")
     both = draft.model_path, target.model_path
     if None not in both and os.path.realpath(str(both[0])) == os.path.realpath(str(both[1])):
         raise ConfigError(f"speculative_config: model {name!r} is the target itself; a draft is a smaller model")

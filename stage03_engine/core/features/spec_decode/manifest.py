@@ -34,8 +34,8 @@ RUNNER_HOOKS = {"ngram": "ngram_proposer:NgramHook", "draft_model": "draft_model
 COUNTS = {
     "spec_decode_num_drafts": "Steps in which a request had drafts.",
     "spec_decode_num_draft_tokens": "Draft tokens verified.",
-    "spec_decode_num_accepted_tokens": "Draft tokens that stood.",
-    "spec_decode_num_accepted_tokens_per_pos{position}": "Draft tokens that stood, by their place among a request's drafts.",
+    "spec_decode_num_accepted_tokens": "Draft tokens that were accepted.",
+    "spec_decode_num_accepted_tokens_per_pos{position}": "Draft tokens that were accepted, by their place among a request's drafts.",
 }
 """Metric, perhaps with a label -> what it counts."""
 
@@ -97,7 +97,11 @@ class SpecDecodeFlags:
     def kv_per_token(config: VllmConfig) -> int:
         """Numbers in the keys and values of the model that drafts, which lie in the same blocks."""
         shape = config.speculative_config.draft_shape
-        return 0 if shape is None else 2 * int(shape["num_layers"] * shape["num_kv_heads"] * shape["head_dim"])
+        return (
+            0
+            if shape is None or not SpecDecodeFlags.hooks(config)
+            else 2 * int(shape["num_layers"] * shape["num_kv_heads"] * shape["head_dim"])
+        )
 
     @staticmethod
     def hooks(config: VllmConfig) -> dict[str, list[str]]:

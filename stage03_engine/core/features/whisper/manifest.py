@@ -40,6 +40,10 @@ class WhisperFlags:
             raise ConfigError(
                 "a Whisper model only transcribes speech: leave out runner, convert, speculative_config and quantization"
             )
+        if files.shape.architecture == ARCHITECTURE and files.load_format not in ("auto", "safetensors", "dummy"):
+            raise ConfigError(
+                f"the weights of Whisper are read from safetensors, not with load_format {files.load_format}"
+            )
         return {}
 
 

@@ -49,7 +49,7 @@ class AdapterRegistry:
         self.most: int | None = None  # adapters at once; None: no limit
         self._num_at_start = len(self.known)
         self._numbers = itertools.count(self._num_at_start + 1)
-        self._chosen: set[int] = set()  # numbers that callers chose
+        self._used: set[int] = set()  # numbers of all loads since
         self._lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -64,8 +64,7 @@ class AdapterRegistry:
         requests that run still use. `number` 0: the next one. Raises InvalidRequestError."""
         before = self._check(name, folder, number, in_place)
         adapter = KnownAdapter(name, number or self._next_number(), folder)
-        if number:
-            self._chosen.add(number)
+        self._used.add(adapter.number)
         try:
             loaded = yield "add_lora", (adapter.name, adapter.number, adapter.folder)
             if not loaded:
@@ -92,7 +91,7 @@ class AdapterRegistry:
         if before is not None and not in_place:
             text = f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set 'load_inplace' to True."
             raise InvalidRequestError(text, "lora_name")
-        if number and (number < 0 or number in self._chosen or number <= self._num_at_start):
+        if number and (number < 0 or number in self._used or number <= self._num_at_start):
             raise InvalidRequestError(
                 f"lora_int_id: the number {number} was used already; each load needs a new one.", "lora_int_id"
             )
@@ -102,7 +101,7 @@ class AdapterRegistry:
         return before
 
     def _next_number(self) -> int:
-        return next(number for number in self._numbers if number not in self._chosen)
+        return next(number for number in self._numbers if number not in self._used)
 
     def unloading(self, adapter: KnownAdapter) -> Generator[Call, Any, bool]:
         """From now on no request finds it; those that run with it end as if it were there. False if it is not known any more."""

@@ -40,6 +40,11 @@ class NoTokenizer(Tokenizer):
         self.eos_token = self.bos_token = ""
         self.piece = lru_cache(1)(lambda token_id: ("", b""))
 
+    @property
+    def backend(self) -> NoReturn:  # type: ignore[override]
+        """Raises InvalidRequestError: whoever asks for the library's tokenizer needs one."""
+        _refuse("this needs one", None)
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Raises InvalidRequestError."""
         _refuse("send the prompt as token ids", "prompt")
