@@ -76,7 +76,9 @@ def parse_dict(text: str) -> dict[str, Any]:
 
 def _json(text: str) -> Any:
     try:
-        return json.loads(text)
+        value = json.loads(text)
+        json.dumps(value, ensure_ascii=False).encode()  # half a character, such as "\\ud800", cannot be passed on
+        return value
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{text[:200]!r} is not JSON ({error})") from None
 

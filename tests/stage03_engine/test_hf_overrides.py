@@ -13,6 +13,7 @@ from hypothesis import given, strategies as st
 
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.args.features.hf_overrides.overrides import SIZES, changed_shape
+from stage03_engine.args.fields import parse_dict
 from stage03_engine.errors import ConfigError
 from stage03_engine.model_path import BUNDLED_FOLDER, known_shapes, resolve_model
 from stage03_engine.model_shape import ModelShape
@@ -107,3 +108,10 @@ def test_a_changed_shape_is_whole_or_refused(name: str, given: dict[str, int]) -
 def test_what_a_known_shape_cannot_be(change: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=f"^hf_overrides: .*{reason}"):
         EngineArgs.from_kwargs(model="gpt2", load_format="dummy", hf_overrides=change)
+
+
+def test_half_a_character_is_refused() -> None:
+    """It is JSON, and no text: nothing could pass it on to the engine."""
+    with pytest.raises(ValueError, match="is not JSON"):
+        parse_dict('{"\\ud800": 1}')
+    assert parse_dict('{"\\ud83d\\ude00": 1}') == {"\U0001f600": 1}

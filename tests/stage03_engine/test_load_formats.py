@@ -164,11 +164,16 @@ def test_slices_of_other_workers_are_refused(tmp_path: Path, capsys: pytest.Capt
     assert main(["--model", "gpt2-tiny", "-tp", "2", "--out", str(out)]) == 0
     with pytest.raises(ConfigError, match="was made for tensor_parallel_size 2, not 1"):
         load(out, load_format="sharded_state")
+    swapped = tmp_path / "swapped"
+    save_sharded_state(EngineArgs.from_kwargs(model="gpt2-tiny"), swapped)
+    shutil.copyfile(out / "model-rank-1-part-0.safetensors", swapped / "model-rank-0-part-0.safetensors")
+    with pytest.raises(ConfigError, match="was made for rank 1, not 0"):
+        load(swapped, load_format="sharded_state")
     (out / "model-rank-0-part-0.safetensors").unlink()
     with pytest.raises(ConfigError, match="has no slices for worker 0 of 1"):
         load(out, load_format="sharded_state")
     shutil.copyfile(BUNDLED / "model.safetensors", out / "model-rank-0-part-0.safetensors")
-    with pytest.raises(ConfigError, match="was made for tensor_parallel_size None, not 1"):
+    with pytest.raises(ConfigError, match="was made for rank None, not 0"):
         load(out, load_format="sharded_state")
     (out / "model-rank-0-part-0.safetensors").write_bytes(b"no")
     with pytest.raises(ConfigError, match="cannot read the weights in"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,7 +20,8 @@ from small_gpt2 import first_layers
 
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.core.engine_core_proc import make_core
-from stage03_engine.errors import InvalidRequestError
+from stage03_engine.core.features.lora.files import CONFIG, WEIGHTS, read_files
+from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.llm import LLM
 from stage03_engine.messages import EngineCoreRequest, FinishReason
 from stage03_engine.params.structured_outputs import StructuredOutputsParams
@@ -304,3 +306,19 @@ def test_slices_of_two_workers_make_the_same_tokens(
     for number in range(-1, len(folders)):
         for prompt in range(len(PROMPTS)):
             assert got[f"{number} {prompt}"] == expected(number, prompt), (number, prompt)
+
+
+@pytest.mark.parametrize("what", ["a pipe", "too large", "a folder"])
+def test_what_a_file_has_become_is_one_line(what: str, tmp_path: Path) -> None:
+    """It was an adapter when it was loaded. To read a pipe would hold the engine up for ever, and a terabyte end it."""
+    for name in (CONFIG, WEIGHTS):
+        (tmp_path / name).write_bytes(b"{}")
+    assert read_files(tmp_path) == (b"{}", b"{}")
+    file = tmp_path / WEIGHTS
+    if what == "too large":
+        os.truncate(file, 1 << 40)
+    else:
+        file.unlink()
+        os.mkfifo(file) if what == "a pipe" else file.mkdir()
+    with pytest.raises(ConfigError, match=f"^cannot read {re.escape(str(file))}: "):
+        read_files(tmp_path)

@@ -26,7 +26,9 @@ class Pickled(WeightFormat):
             named: list[Path] = wanted("engine", "weight_index", f"what reads {index.name}")(index)
             return named
         for pattern in ("*.bin", "*.pt"):
-            if found := sorted(path for path in folder.glob(pattern) if not path.name.startswith(NO_WEIGHTS)):
+            if found := sorted(
+                path for path in folder.glob(pattern) if path.is_file() and not path.name.startswith(NO_WEIGHTS)
+            ):
                 return found
         return []
 

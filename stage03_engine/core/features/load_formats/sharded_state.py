@@ -45,7 +45,7 @@ def _save(folder: Path, own: Ranks, part: int, tensors: dict[str, Tensor]) -> No
 
 
 def _made_for(own: Ranks) -> dict[str, str]:
-    return {"tensor_parallel_size": str(own.tp_size), "pipeline_parallel_size": str(own.pp_size)}
+    return {"rank": str(own.rank), "tensor_parallel_size": str(own.tp_size), "pipeline_parallel_size": str(own.pp_size)}
 
 
 def own_tensors(config: VllmConfig, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

@@ -118,7 +118,7 @@ def _rank_and_scale(config: dict[str, Any], max_rank: int) -> tuple[int, float]:
             f"lora_alpha must be a number between -{MOST_ALPHA} and {MOST_ALPHA}, not {str(alpha)[:100]!r}"
         )
     if rank > max_rank:
-        raise ConfigError(f"its rank {rank} is more than max_lora_rank {max_rank}")
+        raise ConfigError(f"its rank {str(rank)[:100]} is more than max_lora_rank {max_rank}")
     return rank, alpha / (rank**0.5 if config.get("use_rslora") else rank)
 
 

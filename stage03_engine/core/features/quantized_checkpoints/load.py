@@ -43,7 +43,7 @@ class QuantizedCheckpointHook(RunnerHook):
         that is not whole or does not fit."""
         config, seen = self.config.model_config.checkpoint_quantization, self._seen
         reader, layers = READERS[config["quant_method"]](config), self._layers()
-        found, biases = dict[str, dict[str, Tensor]](), dict[str, Tensor]()
+        found, biases, ordinary = dict[str, dict[str, Tensor]](), dict[str, Tensor](), set[str]()
         for name, tensor in tensors:
             layer, _, end = name.rpartition(".")
             if reader.takes(end, tensor):
@@ -53,11 +53,15 @@ class QuantizedCheckpointHook(RunnerHook):
             elif not (end in reader.dropped or (end == "bias" and _is_filler(layers.get(_local(layer)), tensor))):
                 if end == "bias":
                     biases[layer] = tensor
+                elif end == "weight":
+                    ordinary.add(layer)
                 yield name, tensor
         for layer in list(found):
             started, local = time.monotonic(), _local(layer)
             if (module := layers.get(local)) is None:
                 raise ConfigError(f"the checkpoint has a quantized layer that the model does not know: {layer}")
+            if layer in ordinary:
+                raise ConfigError(f"the checkpoint has {layer} twice: quantized, and not")
             if reader.is_left_out(layer):
                 raise ConfigError(f"{layer} is quantized, but quantization_config leaves it out")
             grid, turned = _read(reader, module, layer, found.pop(layer))

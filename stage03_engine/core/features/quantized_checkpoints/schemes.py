@@ -44,6 +44,26 @@ class Settings:
             self.refuse(f"{key} must be -1 or a positive integer, not {value!r}")
         return value
 
+    def needs(self, key: str, *names: str) -> None:
+        """Refuse a missing key."""
+        if not any(name in self.values for name in (key, *names)):
+            self.refuse(f"{key} is missing")
+
+    def names(self, *keys: str) -> None:
+        """Refuse what is neither missing nor a list of names."""
+        for key in keys:
+            value = self.values.get(key)
+            if value is not None and not (isinstance(value, list) and all(isinstance(each, str) for each in value)):
+                self.refuse(f"{key} must be a list of names, not {str(value)[:80]!r}")
+
+    def block(self, key: str) -> None:
+        """Refuse what is neither missing nor the size of a block."""
+        value = self.values.get(key)
+        if value is not None and not (
+            isinstance(value, list) and len(value) == 2 and all(type(n) is int and n > 0 for n in value)
+        ):
+            self.refuse(f"{key} must be two positive integers, not {str(value)[:80]!r}")
+
     def inner(self, key: str) -> Settings:
         """The object at `key`."""
         value = self.values.get(key)
@@ -53,13 +73,15 @@ class Settings:
 
 
 def _check_gptq(given: Settings) -> None:
+    given.needs("bits")
     given.only("bits", 4, 8)
     given.group_size()
     given.only("desc_act", False, True)
     given.only("sym", True, False)
     given.only("checkpoint_format", "gptq", "gptq_v2")
     given.only("is_marlin_format", False)
-    if any(not str(name).startswith("-:") for name in given.values.get("dynamic") or ()):
+    dynamic = given.values.get("dynamic") or {}
+    if not isinstance(dynamic, dict) or any(not name.startswith("-:") for name in dynamic):
         given.refuse("dynamic gives layers settings of their own, which is not supported")
 
 
@@ -75,11 +97,7 @@ def _check_awq(given: Settings) -> None:
 def _check_fp8(given: Settings) -> None:
     given.only("activation_scheme", "dynamic", "static")
     given.only("fmt", "e4m3", "float8_e4m3fn")
-    block = given.values.get("weight_block_size")
-    if block is not None and not (
-        isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
-    ):
-        given.refuse(f"weight_block_size must be two positive integers, not {block!r}")
+    given.block("weight_block_size")
 
 
 def _check_compressed(given: Settings) -> None:
@@ -88,7 +106,8 @@ def _check_compressed(given: Settings) -> None:
     for key in ("kv_cache_scheme", "transform_config"):
         if given.values.get(key):
             given.refuse(f"{key} is not supported")
-    if (given.values.get("sparsity_config") or {}).get("format", "dense") != "dense":
+    sparsity = given.values.get("sparsity_config") or {}
+    if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
         given.refuse("sparsity_config: sparse weights are not supported")
     if not groups.values:
         given.refuse("config_groups names no group")
@@ -102,6 +121,7 @@ def _check_compressed(given: Settings) -> None:
             group.refuse(f"targets must be a list of names, not {str(targets)[:80]!r}")
         weights = group.inner("weights")
         bits = (4, 8) if format_ == "pack-quantized" else (8,)
+        weights.needs("num_bits")
         weights.only("num_bits", *reversed(bits))
         kind = weights.only("type", "int", "float")
         if (kind == "float") != (format_ == "float-quantized") and format_ != "naive-quantized":
@@ -110,6 +130,7 @@ def _check_compressed(given: Settings) -> None:
         strategy = weights.only("strategy", "channel", "tensor", "group", "block")
         if strategy == "group":
             weights.group_size()
+        weights.block("block_structure")
 
 
 CHECKS: dict[str, Callable[[Settings], None]] = {
@@ -127,6 +148,9 @@ def checked(path: Path, key: str, found: Any) -> dict[str, Any]:
         raise ConfigError(f"{path}: {key} must be an object, not {str(found)[:80]!r}")
     method = found.get("quant_method", "compressed-tensors" if "config_groups" in found else None)
     given = Settings(path, found, key)
+    given.names("modules_to_not_convert", "ignored_layers", "ignore")
+    if not isinstance(method, str | None):
+        given.refuse(f"quant_method must be a name, not {str(method)[:80]!r}")
     if method in REFUSED:
         given.refuse(f"quant_method {method} is not supported: {REFUSED[method]}")
     if method not in CHECKS:
