@@ -178,7 +178,9 @@ PROTECTING = [setting for setting in settings_of(FrontendArgs) if setting.protec
 
 
 def test_what_protects_is_marked() -> None:
-    assert {"api_key", "uds", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"} == {each.name for each in PROTECTING}
+    assert {"api_key", "uds", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "lora_root"} == {
+        each.name for each in PROTECTING
+    }
 
 
 @pytest.mark.parametrize("setting", PROTECTING, ids=[setting.name for setting in PROTECTING])

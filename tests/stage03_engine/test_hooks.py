@@ -77,7 +77,7 @@ def serve(**settings: Any) -> list[RequestOutput]:
 
 @pytest.fixture(scope="module")
 def noted(tmp_path_factory: pytest.TempPathFactory) -> list[Call]:
-    """The calls in two runs with both hooks: with steps one after another, and with steps that are decided ahead."""
+    """The calls in runs with both hooks: with steps one after another, with steps that are decided ahead, and with swapping."""
     want = [output.outputs[0].token_ids for output in serve()]
     own = VllmConfig.hooks
     with pytest.MonkeyPatch.context() as patched:
@@ -89,6 +89,7 @@ def noted(tmp_path_factory: pytest.TempPathFactory) -> list[Call]:
         for settings in (
             SMALL | {"check_invariants": True, "trace": str(tmp_path_factory.mktemp("trace"))},
             SMALL | {"async_scheduling": True},
+            SMALL | {"preemption_mode": "swap"},
         ):
             assert [output.outputs[0].token_ids for output in serve(**settings)] == want
             trace.close()
@@ -110,7 +111,8 @@ def test_both_hooks_are_called_in_turn(kind: type, name: str, noted: list[Call])
 CHAINS = {
     name
     for name in methods(RunnerHook)
-    if str(inspect.signature(vars(RunnerHook)[name]).return_annotation) not in ("None", "bool", "int")
+    if str(inspect.signature(vars(RunnerHook)[name]).return_annotation)
+    not in ("None", "bool", "int", "list[Tensor]")  # new_kv_caches: all of them
 }
 
 

@@ -218,6 +218,8 @@ def other_value(value: Any) -> Any:
         return not value
     if isinstance(value, int):
         return value + 1
+    if value == "auto":  # a format of weights that there is
+        return "dummy"
     return dataclasses.replace(value, num_layers=77) if dataclasses.is_dataclass(value) else "other"  # type: ignore[type-var]
 
 

@@ -77,16 +77,19 @@ def test_what_breaks_a_budget_is_said(change: dict[str, object], problem: str) -
 
 def test_every_kernel_of_the_package_is_compiled() -> None:
     """A new kernel must be named in compile.py."""
+    from stage04_kernels.features.kv_cache_8bit import triton_kernels as codes
     from stage04_kernels.triton_kernels import kv_write, layers, logprobs, lora, one_head, paged_attention, sampler
 
     launched = {
         name
-        for module in (kv_write, layers, logprobs, lora, one_head, paged_attention, sampler)
+        for module in (codes, kv_write, layers, logprobs, lora, one_head, paged_attention, sampler)
         for name, value in vars(module).items()
         if type(value).__name__ in ("InterpretedFunction", "JITFunction") and value.fn.__module__ == module.__name__
     }
     helpers = {
         *(
+            "_decode",
+            "_encode",
             "_keys_of_program",
             "_load_blocks",
             "_load_keys_and_values",
@@ -95,6 +98,7 @@ def test_every_kernel_of_the_package_is_compiled() -> None:
             "_store_rows",
             "_turn",
             "_tanh",
+            "_write_heads",
         ),
         *("_ordered", "_unordered", "_load_logits", "_find_threshold", "_after_top_p", "_gumbel", "_keep", "_draw"),
     }

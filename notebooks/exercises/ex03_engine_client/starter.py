@@ -149,10 +149,11 @@ class AsyncMPClient(ClientMechanics):
         """An ABORT message: an AbortRequests."""
         raise NotImplementedError
 
-    async def call(self, method: str) -> bool:
-        """A UTILITY message, a UtilityRequest with a new id; returns the result in the answer with the same id.
+    async def call(self, method: str, *args: Any) -> Any:
+        """A UTILITY message, a UtilityRequest with a new id, the method and its arguments; returns the result in the answer with the same id.
 
-        Raises EngineDeadError: at once if the engine is dead, or when it dies before it has answered.
+        Raises EngineDeadError: at once if the engine is dead, or when it dies before it has answered; and InvalidRequestError with the error of an
+        answer that has one.
         """
         raise NotImplementedError
 
