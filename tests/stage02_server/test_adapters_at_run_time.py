@@ -250,7 +250,9 @@ def test_more_changes_than_may_wait_are_refused(files: Path) -> None:
     async def crowd() -> list[int]:
         bodies = [{"lora_name": f"a{number}", "lora_path": "poet"} for number in range(40)]
         waiting = [asyncio.create_task(server.send("POST", LOAD, json=body)) for body in bodies]
-        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        pending = set(waiting)
+        while len(pending) > MOST_WAITING:
+            _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
         go_on.set()
         return [(await each).status_code for each in waiting]
 
@@ -292,7 +294,7 @@ def test_a_thousand_loads_and_unloads_leave_nothing(server: InProcessServer) -> 
     before, first = process.memory_info().rss, registry._next_number()
     server.run(come_and_go(900))
     assert not registry.known and not registry._tasks and not registry._chosen
-    assert registry._next_number() == first + 901, "a number was used twice"
+    assert registry._next_number() == first + 900, "a number was used twice"
     assert server.run(server.engine.list_loras()) == set()
     assert process.memory_info().rss - before < 8 << 20
 

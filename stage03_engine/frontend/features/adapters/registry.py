@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
@@ -48,8 +47,8 @@ class AdapterRegistry:
         }
         self.most: int | None = None  # adapters at once; None: no limit
         self._num_at_start = len(self.known)
-        self._numbers = itertools.count(self._num_at_start + 1)
-        self._used: set[int] = set()  # numbers of all loads since
+        self._next = self._num_at_start + 1  # all numbers below it were used
+        self._chosen: set[int] = set()  # numbers from there on that callers chose
         self._lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -64,7 +63,7 @@ class AdapterRegistry:
         requests that run still use. `number` 0: the next one. Raises InvalidRequestError."""
         before = self._check(name, folder, number, in_place)
         adapter = KnownAdapter(name, number or self._next_number(), folder)
-        self._used.add(adapter.number)
+        self._use(adapter.number)
         try:
             loaded = yield "add_lora", (adapter.name, adapter.number, adapter.folder)
             if not loaded:
@@ -91,7 +90,7 @@ class AdapterRegistry:
         if before is not None and not in_place:
             text = f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set 'load_inplace' to True."
             raise InvalidRequestError(text, "lora_name")
-        if number and (number < 0 or number in self._used or number <= self._num_at_start):
+        if number and (number < 0 or number in self._chosen or number < self._next):
             raise InvalidRequestError(
                 f"lora_int_id: the number {number} was used already; each load needs a new one.", "lora_int_id"
             )
@@ -101,7 +100,14 @@ class AdapterRegistry:
         return before
 
     def _next_number(self) -> int:
-        return next(number for number in self._numbers if number not in self._used)
+        return self._next
+
+    def _use(self, number: int) -> None:
+        """Never again."""
+        self._chosen.add(number)
+        while self._next in self._chosen:
+            self._chosen.remove(self._next)
+            self._next += 1
 
     def unloading(self, adapter: KnownAdapter) -> Generator[Call, Any, bool]:
         """From now on no request finds it; those that run with it end as if it were there. False if it is not known any more."""
