@@ -144,7 +144,7 @@ class AdapterRegistry:
             preparing.append(lambda client: self._restore(engine_core, client))
 
     async def _restore(self, engine_core: Any, client: Any) -> None:
-        """Load what was added since the start into one more engine. An adapter that it refuses (its folder has changed, or gone) is unloaded
+        """Load what was added since the start into one more engine. An adapter that it refuses (its folder is gone, or no longer fits) is unloaded
         from all: no request may depend on the engine that it gets to."""
         async with self._lock:
             for adapter in list(self.known.values()):
