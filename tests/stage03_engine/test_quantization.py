@@ -325,8 +325,8 @@ def test_the_output_matrix_of_int4_is_int8_and_the_trace_says_what_was_saved() -
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"quantization": "awq"}, "quantization awq is not supported: weights are quantized here"),
-        ({"quantization": "fp8"}, "to int8, int8_per_channel_weight_only, int4"),
+        ({"quantization": "awq"}, "quantization awq is not supported: it makes an ordinary checkpoint smaller"),
+        ({"quantization": "fp8"}, "is one of int8, int8_per_channel_weight_only, int4"),
         ({"quantization": ""}, "is not supported"),
         ({"quantization": "int8", "linear_backend": "onednn"}, "needs linear_backend auto, native or torch, not onednn"),
         ({"quantization": "int8", "linear_backend": "my:Own"}, "needs linear_backend auto, native or torch, not my:Own"),
@@ -339,7 +339,7 @@ def test_what_cannot_be_is_refused_in_one_line(settings: dict[str, Any], message
 
 
 def test_whisper_is_not_quantized() -> None:
-    files: Any = SimpleNamespace(shape=SimpleNamespace(architecture=ARCHITECTURE))
+    files: Any = SimpleNamespace(shape=SimpleNamespace(architecture=ARCHITECTURE), load_format="auto")
     assert WhisperFlags.resolve({"quantization": None}, files) == {}
     with pytest.raises(ConfigError, match="leave out .*quantization"):
         WhisperFlags.resolve({"quantization": "int8"}, files)
