@@ -90,12 +90,9 @@ def text_lines(folder: Path) -> Iterator[tuple[str, set[str]]]:
 
 
 def test_no_text_of_the_copy_has_a_line_of_an_answer(copy: Path) -> None:
-    lines = {
-        line: f"exercise {each.exercise.number}, {each.name}"
-        for each in answers(exercises().values())
-        for line in each.lines
-    }
-    assert {each.exercise.number for each in answers(exercises().values()) if each.lines} == {*exercises()}
+    known = answers(exercises().values())
+    lines = {line: f"exercise {each.exercise.number}, {each.name}" for each in known for line in each.lines}
+    assert {each.exercise.number for each in known if each.lines} == {*exercises()}
     found = [(name, lines[line]) for name, said in text_lines(copy) for line in said & lines.keys()]
     alone = tuple(f"exercise {each.number}," for each in exercises().values() if each.alone)
     ladder = "notebooks/ladder/"  # which those may take from
