@@ -188,9 +188,8 @@ SEAMS = {
     "llm": Seam("core", _SERVER, "a method of LLM; the key is its name (a chat needs what the server has)"),
     "stats": Seam("core", _ENGINE, "a StatLogger; the key says who makes it: engine, server or package"),
     "counts": Seam("core", _ENGINE, "what a feature counts: name of the metric, perhaps `name{label}` -> what it is"),
-    "engine": Seam(
-        "core", _ENGINE, "one thing that the engine asks for by its key, if it is there; AsyncLLM.x is a method"
-    ),
+    "engine": Seam("core", _ENGINE, "one thing that the engine asks for by its key, if it is there"),
+    "async_llm": Seam("core", _ENGINE, "a method of AsyncLLM; the key is its name"),
     "replay": Seam(
         "scheduler", _ENGINE, "stands for a hook or a scheduler in a replay; the key is its name in a recording"
     ),
@@ -210,7 +209,7 @@ class Hook(NamedTuple):
     single: bool = False  # there is room for one
 
 
-_SETTING, _EITHER = ("settings",), ("settings", "parameters")
+_SETTING, _EITHER, _PARAMETER = ("settings",), ("settings", "parameters"), ("parameters",)
 
 HOOKS = {
     "process": Hook("core", _SETTING, "called with (config) when a process starts"),
@@ -221,6 +220,10 @@ HOOKS = {
     "executor": Hook("core", _SETTING, "an Executor, in place of UniProcExecutor", single=True),
     "worker": Hook("core", _SETTING, "a Worker, in its place", single=True),
     "input": Hook("message", _EITHER, "an InputHook: a request on its way to the engine"),
+    "async_llm": Hook("core", _SETTING, "called with (engine) when an AsyncLLM is made"),
+    "series": Hook(
+        "message", _PARAMETER, "a context, made with (engine, request), around requests that are sent in place of one"
+    ),
     "scheduler": Hook("scheduler", _EITHER, "a SchedulerHook"),
     "runner": Hook("runner", _EITHER, "a RunnerHook"),
 }

@@ -18,10 +18,10 @@ from server_under_test import InProcessServer, RecordingEcho, events
 from small_adapters import merge, write_adapter
 from small_gpt2 import first_layers
 
-from stage02_server.features.adapters.folders import MOST_BYTES
 from stage02_server.features.adapters.shown import LoRARequestsInfo
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.core.engine_core_proc import make_core
+from stage03_engine.core.features.lora.files import MOST_BYTES, WEIGHTS
 from stage03_engine.frontend.features.adapters.registry import MOST_WAITING, registry_of
 from stage03_engine.frontend.features.in_process.async_inproc_client import AsyncInprocClient
 from stagetrace import trace
@@ -60,7 +60,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "no_json/adapter_config.json").write_text("{")
     (root / "no_json/adapter_model.safetensors").write_bytes(b"")
     write_adapter(root / "large", model, seed=1)
-    os.truncate(root / "large/adapter_model.safetensors", MOST_BYTES + 1)
+    os.truncate(root / "large/adapter_model.safetensors", MOST_BYTES[WEIGHTS] + 1)
     return base
 
 
@@ -291,10 +291,10 @@ def test_a_thousand_loads_and_unloads_leave_nothing(server: InProcessServer) -> 
                 assert (await client.post(UNLOAD, json=body)).status_code == 200
 
     server.run(come_and_go(100))
-    before, first = process.memory_info().rss, registry._next_number()
+    before, first = process.memory_info().rss, registry._next
     server.run(come_and_go(900))
     assert not registry.known and not registry._tasks and not registry._chosen
-    assert registry._next_number() == first + 900, "a number was used twice"
+    assert registry._next == first + 900, "a number was used twice"
     assert server.run(server.engine.list_loras()) == set()
     assert process.memory_info().rss - before < 8 << 20
 

@@ -8,6 +8,7 @@ Results are those of transformers' `generate(num_beams=...)`. vLLM: entrypoints/
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import math
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -19,6 +20,7 @@ import msgspec
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.tokenizer import Tokenizer
 from stage03_engine.messages import EngineCoreRequest, TokenLogprobs
+from stage03_engine.mixins import load
 from stage03_engine.outputs import CompletionOutput, RequestOutput
 from stage03_engine.sampling_params import RequestOutputKind, SamplingParams
 from stagetrace import trace
@@ -185,7 +187,10 @@ async def search(
     Closing or cancelling the iterator aborts what runs in the engine. Raises EngineDeadError.
     """
     beams = BeamSearch(request, params, engine.vllm_config.shape.vocab_size)
-    await run_search(beams, lambda each: engine.generate(each, each.sampling_params, each.request_id))
+    with contextlib.ExitStack() as stack:
+        for name in request.sampling_params.hooks("series"):
+            stack.enter_context(load(name)(engine, request))
+        await run_search(beams, lambda each: engine.generate(each, each.sampling_params, each.request_id))
     yield beams.output(prompt, engine.tokenizer)
 
 
