@@ -20,7 +20,6 @@ from stage03_engine.errors import BusyError, ConfigError, EngineDeadError, Inval
 from stage03_engine.frontend.input_processor import InputProcessor
 from stage03_engine.params.lora import check_kinds
 from stage03_engine.plugins import wanted
-from stage03_engine.tracing import trace_message
 from stagetrace import trace
 
 if TYPE_CHECKING:
@@ -200,7 +199,7 @@ class AdapterRegistry:
 
     async def _refused(self, engine_core: Any, adapter: KnownAdapter, error: InvalidRequestError) -> None:
         if trace.on:
-            trace.emit("lora.refused", adapter=adapter.name, id=adapter.number, message=trace_message(error))
+            trace.emit("lora.refused", adapter=adapter.name, id=adapter.number, message=str(error))
         name = adapter.name
         logger.warning("An engine that was started again refuses adapter %s, which is unloaded: %s", name, error)
         await _run(engine_core.call, asyncio.to_thread, self.unloading(adapter))
