@@ -122,6 +122,13 @@ class LoRAFlags:
         return {"lora_digests": tuple(digests)}
 
     @staticmethod
+    def memory_rows(config: VllmConfig) -> list[tuple[str, int, str, bool]]:
+        """The places and the cache."""
+        from stage03_engine.core.features.lora.size import memory_rows
+
+        return memory_rows(config)
+
+    @staticmethod
     def of_later_engine(config: VllmConfig) -> VllmConfig:
         """The front end brings it the adapters that there are by then: some may have been unloaded, and one whose folder is gone must not keep it
         from starting."""
