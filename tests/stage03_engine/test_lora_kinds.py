@@ -80,7 +80,7 @@ def test_the_json_form_of_lora_modules(field: str) -> None:
     for kind, values in VALUES.items():
         for value in values:
             given = json.dumps(whole | {field: value})
-            if kind == "text" and value or field == "base_model_name" and kind in ("null", "text"):
+            if (kind == "text" and value) or (field == "base_model_name" and kind in ("null", "text")):
                 folders_of((given,))
                 continue
             with pytest.raises(
