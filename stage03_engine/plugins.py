@@ -164,14 +164,10 @@ SEAMS = {
     "routes": Seam("HTTP", _SERVER, "called with (app, services): adds routes and their handlers"),
     "error": Seam("HTTP", _SERVER, "an error as JSON for another API's clients; the key is how its paths begin"),
     "server": Seam("HTTP", _SERVER, "one thing that the server asks for by its key, if it is there"),
-    "names": Seam(
-        "fields", _SERVER, "called with (config): more names of the model -> what they set in SamplingParams"
-    ),
+    "names": Seam("fields", _SERVER, "called with (config): other names of the model -> what they set in a request"),
     "request": Seam("fields", _SERVER, "fields of a request body: a RequestFields; the key is the body's class"),
     "response": Seam("fields", _SERVER, "fields of an answer: a pydantic model; the key is the answer's class"),
-    "content": Seam(
-        "fields", _SERVER, "a kind of part of a message's content: a ContentKind; the key is the part's type"
-    ),
+    "content": Seam("fields", _SERVER, "a kind of part of a message: a ContentKind; the key is the part's type"),
     "params": Seam("fields", _ENGINE, "fields of SamplingParams: a class for `struct_of`"),
     "shape": Seam("fields", _ENGINE, "fields of ModelShape: a dataclass"),
     "architecture": Seam(
@@ -188,12 +184,9 @@ SEAMS = {
     "llm": Seam("core", _SERVER, "a method of LLM; the key is its name (a chat needs what the server has)"),
     "stats": Seam("core", _ENGINE, "a StatLogger; the key says who makes it: engine, server or package"),
     "counts": Seam("core", _ENGINE, "what a feature counts: name of the metric, perhaps `name{label}` -> what it is"),
-    "engine": Seam(
-        "core", _ENGINE, "one thing that the engine asks for by its key, if it is there; AsyncLLM.x is a method"
-    ),
-    "replay": Seam(
-        "scheduler", _ENGINE, "stands for a hook or a scheduler in a replay; the key is its name in a recording"
-    ),
+    "engine": Seam("core", _ENGINE, "one thing that the engine asks for by its key, if it is there"),
+    "async_llm": Seam("core", _ENGINE, "a method of AsyncLLM; the key is its name"),
+    "replay": Seam("scheduler", _ENGINE, "in a replay stands for a hook or scheduler; the key is its recorded name"),
     "policy": Seam("scheduler", _ENGINE, "a queue class; the key is the scheduling policy"),
     "weights": Seam("runner", _ENGINE, "a WeightFormat; the key is its name, a value of --load-format"),
     "model": Seam("runner", _ENGINE, "a model class; the key is the architecture"),
@@ -210,7 +203,7 @@ class Hook(NamedTuple):
     single: bool = False  # there is room for one
 
 
-_SETTING, _EITHER = ("settings",), ("settings", "parameters")
+_SETTING, _EITHER, _PARAMETER = ("settings",), ("settings", "parameters"), ("parameters",)
 
 HOOKS = {
     "process": Hook("core", _SETTING, "called with (config) when a process starts"),
@@ -221,6 +214,8 @@ HOOKS = {
     "executor": Hook("core", _SETTING, "an Executor, in place of UniProcExecutor", single=True),
     "worker": Hook("core", _SETTING, "a Worker, in its place", single=True),
     "input": Hook("message", _EITHER, "an InputHook: a request on its way to the engine"),
+    "async_llm": Hook("core", _SETTING, "called with (engine) when an AsyncLLM is made"),
+    "series": Hook("message", _PARAMETER, "a context, made with (engine, request), around requests in place of one"),
     "scheduler": Hook("scheduler", _EITHER, "a SchedulerHook"),
     "runner": Hook("runner", _EITHER, "a RunnerHook"),
 }

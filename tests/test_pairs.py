@@ -18,6 +18,8 @@ from small_gpt2 import first_layers
 
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.errors import ConfigError
+from stage03_engine.frontend.features.beam_search.beam_search import BeamSearchParams
+from stage03_engine.frontend.features.call_forms.call_forms import LoRARequest
 from stage03_engine.llm import LLM
 from stage03_engine.params.structured_outputs import StructuredOutputsParams
 from stage03_engine.plugins import features
@@ -103,6 +105,11 @@ def requests_of(adapter: str | None) -> dict[str, tuple[list[int], SamplingParam
     }  # fmt: skip
     if adapter is not None:
         found["adapter"] = (first, SamplingParams(temperature=0, lora=adapter, **more))
+        found["adapter, logprobs"] = (
+            first[:17],
+            SamplingParams(temperature=0, lora=adapter, logprobs=2, prompt_logprobs=1, **more),
+        )
+        found["adapter, two answers"] = ([50], SamplingParams(n=2, temperature=1.0, seed=5, lora=adapter, **more))
     return found
 
 
@@ -139,9 +146,13 @@ def answers(
                 outputs = llm.generate(
                     [prompt for prompt, _ in asked.values()], [params for _, params in asked.values()]
                 )
+                # of all beams none is nearly as good as another one, so the last bits of numbers do not decide
+                beams = BeamSearchParams(beam_width=2, max_tokens=4, ignore_eos=True)
+                lora_request = LoRARequest("poet") if "adapters" in names else None
+                outputs += llm.beam_search([list(range(7, 19))], beams, lora_request=lora_request)
             known[names] = {
                 name: [list(answer.token_ids) for answer in output.outputs]
-                for name, output in zip(asked, outputs, strict=True)
+                for name, output in zip([*asked, "beams"], outputs, strict=True)
             }
         found: dict[str, list[list[int]]] = known[names]
         return found

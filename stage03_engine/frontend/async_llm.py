@@ -19,6 +19,7 @@ from stage03_engine.frontend.metrics import IterationStats, StatLoggers, make_st
 from stage03_engine.frontend.output_processor import OutputProcessor, RequestOutputCollector
 from stage03_engine.frontend.tokenizer import init_tokenizer_from_configs
 from stage03_engine.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady
+from stage03_engine.mixins import load
 from stage03_engine.outputs import RequestOutput
 from stage03_engine.plugins import find, wanted
 from stage03_engine.sampling_params import SamplingParams
@@ -61,6 +62,8 @@ class AsyncLLM:
         self.ready: EngineReady | None = None  # what the engine core said when it could serve
         self._dead = asyncio.Event()
         self._output_handler: asyncio.Task[None] | None = None
+        for hook in config.hooks("async_llm"):
+            load(hook)(self)
 
     @classmethod
     def from_vllm_config(
@@ -156,7 +159,7 @@ class AsyncLLM:
 
     def __getattr__(self, name: str) -> Any:
         """The methods that features add."""
-        if (method := find("engine", f"AsyncLLM.{name}")) is None:
+        if (method := find("async_llm", name)) is None:
             raise AttributeError(f"AsyncLLM has no attribute {name!r}")
         return partial(method, self)
 

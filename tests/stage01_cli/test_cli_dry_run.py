@@ -6,6 +6,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -136,6 +137,84 @@ def size_of_part(config: VllmConfig, mine: VllmConfig, own: Ranks) -> tuple[int,
     leave_out(model, config.shape, own)
     count = sum(parameter.numel() for parameter in model.parameters())
     return count * item_bytes(config), -(-config.shape.vocab_size // own.tp_size)
+
+
+PLACES = [
+    "gpt2-tiny", "gpt2-tiny --max-loras 3 --max-lora-rank 5", "gpt2-tiny --max-cpu-loras 7 --lora-dtype bfloat16", "llama --max-loras 2",
+    "gpt2-tiny -tp 2 --max-loras 2", "llama -tp 2", "qwen --dtype bfloat16", "llama -tp 2 --lora-dtype float16",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", PLACES)
+def test_adapters_are_counted_as_the_engine_has_them(
+    words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The tensors of all places that the runner makes, on torch's device meta; and an adapter of the highest rank for every layer."""
+    from stage03_engine.core.features.lora.places import LowRankSum, Rows
+    from stage03_engine.core.features.lora.slices import linear_layers
+
+    model, *flags = words.split()
+    if model in ("llama", "qwen"):
+        (tmp_path / "config.json").write_text(json.dumps(LLAMA if model == "llama" else QWEN))
+        model, flags = str(tmp_path), [*flags, "--load-format", "dummy"]
+    assert main(["serve", model, "--dry-run", "--device", "cpu", *flags]) == 0
+    plain = _memory(capsys)
+    assert not [name for name in plain if "adapter" in name], "it is off"
+    assert main(["serve", model, "--dry-run", "--device", "cpu", "--enable-lora", *flags]) == 0
+    shown = _memory(capsys)
+    given = dict(zip(flags[::2], flags[1::2], strict=True))
+    tp, places = int(given.get("-tp", 1)), int(given.get("--max-loras", 1))
+    cached, rank = int(given.get("--max-cpu-loras", places)), int(given.get("--max-lora-rank", 16))
+    config = EngineArgs.from_kwargs(
+        model=model, load_format=given.get("--load-format", "auto"), dtype=given.get("--dtype", "auto"), tensor_parallel_size=tp, device="cpu"
+    )  # fmt: skip
+    name = given.get("--lora-dtype", config.model_config.dtype)
+
+    def sizes(of: VllmConfig) -> tuple[int, int]:
+        with torch.device("meta"):
+            made = model_class(of.shape.architecture)(of.shape, "torch")
+        options = {"dtype": getattr(torch, name), "device": "meta"}
+        alone = replace(of.shape, part_of=None) if hasattr(of.shape, "part_of") else of.shape
+        layers = linear_layers(made, alone).values()
+        sums = [LowRankSum(each, Rows(), (places, rank), options, None) for each in layers]
+        held = sum(each.a.nbytes + each.b.nbytes for each in sums)
+        return held, held // places * cached
+
+    whole = sizes(config)
+    assert (shown["adapter_places"], shown["adapter_cache"]) == tuple(map(readable, whole))
+    if tp == 2:
+        own = Ranks(0, 2, 1)
+        part = sizes(rank_config(config, own))
+        assert (shown[f"{own.lane}_adapter_places"], shown[f"{own.lane}_adapter_cache"]) == tuple(map(readable, part))
+    args = EngineArgs.from_kwargs(
+        model=model, load_format=given.get("--load-format", "auto"), dtype=given.get("--dtype", "auto"), tensor_parallel_size=tp, device="cpu",
+        enable_lora=True, max_loras=places, max_cpu_loras=cached, max_lora_rank=rank, lora_dtype=given.get("--lora-dtype", "auto"),
+    )  # fmt: skip
+    assert estimate_memory(args).sum - estimate_memory(config).sum == sum(whole)
+
+
+def _memory(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    """Name -> size, of the plan."""
+    lines = capsys.readouterr().out.partition("\nMemory\n")[2].splitlines()
+    return {line.split()[0]: " ".join(line.split()[1:3]) for line in lines}
+
+
+def test_what_an_adapter_really_takes() -> None:
+    """The bundled one, in an engine: its part of the cache is its file's rank, and the places do not depend on it."""
+    from stage03_engine.core.engine_core_proc import make_core
+    from stage03_engine.core.features.lora.size import pair_lengths
+
+    settings = {"enable_lora": True, "lora_modules": ("gpt2-tiny-ship",), "max_loras": 2, "max_model_len": 64}
+    config = EngineArgs.from_kwargs(model="gpt2-tiny", kv_cache_memory_bytes=20_000_000, device="cpu", **settings)
+    core: Any = make_core(config)
+    try:
+        [hook] = [hook for hook in core.executor.worker.model_runner.hooks if hasattr(hook, "adapters")]
+        held = sum(each.a.nbytes + each.b.nbytes for each in hook.adapters._sums.values())
+        [adapter] = hook.adapters.cached.values()
+        of_a_rank = pair_lengths(config.shape) * item_bytes(config)
+        assert held == of_a_rank * 16 * 2 and adapter.num_bytes == of_a_rank * adapter.rank
+    finally:
+        core.shutdown()
 
 
 MORE_THAN_THERE_IS = 2 * psutil.virtual_memory().total

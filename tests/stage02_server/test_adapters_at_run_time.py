@@ -18,10 +18,10 @@ from server_under_test import InProcessServer, RecordingEcho, events
 from small_adapters import merge, write_adapter
 from small_gpt2 import first_layers
 
-from stage02_server.features.adapters.folders import MOST_BYTES
 from stage02_server.features.adapters.shown import LoRARequestsInfo
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.core.engine_core_proc import make_core
+from stage03_engine.core.features.lora.files import MOST_BYTES, WEIGHTS
 from stage03_engine.frontend.features.adapters.registry import MOST_WAITING, registry_of
 from stage03_engine.frontend.features.in_process.async_inproc_client import AsyncInprocClient
 from stagetrace import trace
@@ -60,7 +60,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "no_json/adapter_config.json").write_text("{")
     (root / "no_json/adapter_model.safetensors").write_bytes(b"")
     write_adapter(root / "large", model, seed=1)
-    os.truncate(root / "large/adapter_model.safetensors", MOST_BYTES + 1)
+    os.truncate(root / "large/adapter_model.safetensors", MOST_BYTES[WEIGHTS] + 1)
     return base
 
 
@@ -165,6 +165,32 @@ def test_what_cannot_be_loaded_is_refused_in_one_line_and_leaves_nothing(what: s
     )
     assert found[0] == status and re.search(says, found[2]), found
     assert not registry_of(server.engine.input_processor).known and not server.run(server.engine.list_loras())
+
+
+OF_KINDS: dict[str, list[Any]] = {
+    "null": [None], "flag": [True, False], "whole": [0, 1], "number": [1.0, 0.5], "text": ["true", "1", "poet"], "list": [[], ["poet"]], "object": [{}],
+}  # fmt: skip
+BODIES = {
+    LOAD: ({"lora_name": "poet", "lora_path": "poet", "load_inplace": False}, {"load_inplace": ("flag",)}),
+    UNLOAD: ({"lora_name": "poet", "lora_int_id": 1}, {"lora_int_id": ("whole", "null")}),
+}
+"""Path -> (a body with every field, the kinds of JSON of those that are no text)."""
+
+
+@pytest.mark.parametrize(("path", "field"), [(path, field) for path, (body, _) in BODIES.items() for field in body])
+def test_a_field_of_another_kind_is_refused_by_its_name(path: str, field: str, server: InProcessServer) -> None:
+    body, kinds = BODIES[path]
+    for kind, values in OF_KINDS.items():
+        for value in values if kind not in kinds.get(field, ("text",)) else ():
+            found = refused(server.post(path, body | {field: value}))
+            assert found[0] == 400 and found[3] is not None and field in found[3], (value, found)
+    assert not registry_of(server.engine.input_processor).known
+
+
+def test_the_bodies_above_have_every_field(server: InProcessServer) -> None:
+    schemas = server.request("GET", "/openapi.json").json()["components"]["schemas"]
+    for path, name in ((LOAD, "LoadLoRAAdapterRequest"), (UNLOAD, "UnloadLoRAAdapterRequest")):
+        assert schemas[name]["properties"].keys() == BODIES[path][0].keys()
 
 
 def test_names_and_numbers_of_what_is_there(server: InProcessServer) -> None:
@@ -291,10 +317,10 @@ def test_a_thousand_loads_and_unloads_leave_nothing(server: InProcessServer) -> 
                 assert (await client.post(UNLOAD, json=body)).status_code == 200
 
     server.run(come_and_go(100))
-    before, first = process.memory_info().rss, registry._next_number()
+    before, first = process.memory_info().rss, registry._next
     server.run(come_and_go(900))
     assert not registry.known and not registry._tasks and not registry._chosen
-    assert registry._next_number() == first + 900, "a number was used twice"
+    assert registry._next == first + 900, "a number was used twice"
     assert server.run(server.engine.list_loras()) == set()
     assert process.memory_info().rss - before < 8 << 20
 
@@ -370,3 +396,87 @@ def test_the_trace_tells_what_came_and_went(server: InProcessServer, monkeypatch
         if name in ("lora.added", "lora.removed") and "known" in args
     ]
     assert told == [("lora.added", "poet", 1), ("lora.removed", "poet", 0)]
+
+
+@pytest.mark.parametrize("what", ["a link to the outside", "other files"])
+def test_what_changes_between_the_check_and_the_engine_is_refused(
+    what: str, files: Path, server: InProcessServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A link that is exchanged when the folder was found to be below the root, and files that are when the front end has read them."""
+    from stage02_server.features.adapters import routes
+    from stage03_engine.frontend.features.adapters import registry
+
+    folder = files / "root/moving"
+    write_adapter(folder, files / "model", seed=7)
+    module: Any = routes if what == "a link to the outside" else registry
+    name = "folder_below" if what == "a link to the outside" else "_digest"
+    before = getattr(module, name)
+
+    def then_exchange(*args: Any) -> Any:
+        found = before(*args)
+        folder.rename(tmp_path / "aside")
+        if what == "other files":
+            write_adapter(folder, files / "model", seed=8)
+        else:
+            folder.symlink_to(files / "outside")
+        return found
+
+    monkeypatch.setattr(module, name, then_exchange)
+    found = refused(server.post(LOAD, {"lora_name": "mine", "lora_path": "moving"}))
+    says = (
+        "is not below the folder that --lora-root names" if module is routes else "are no longer those that were loaded"
+    )
+    assert found[0] == 400 and says in found[2]
+    assert not server.run(server.engine.list_loras()) and not registry_of(server.engine.input_processor).known
+    folder.unlink() if folder.is_symlink() else (tmp_path / "aside").rename(tmp_path / "done")
+
+
+def test_a_beam_search_whose_adapter_is_unloaded_ends_as_if_it_were_there(server: InProcessServer) -> None:
+    """It sends new requests for each token, and between two tokens none of them is there. Also one that is loaded in its place."""
+    body = ASKED | {"model": "poet", "max_tokens": 12, "ignore_eos": True, "use_beam_search": True, "n": 2}
+    del body["temperature"]
+    assert server.post(LOAD, {"lora_name": "poet", "lora_path": "poet"}).status_code == 200
+    expected = [choice["text"] for choice in server.post(COMPLETIONS, body).json()["choices"]]
+    number = registry_of(server.engine.input_processor).known["poet"].number
+
+    async def go(change: str, more: dict[str, Any]) -> tuple[list[str], set[int], set[int]]:
+        searches = [asyncio.create_task(server.send("POST", COMPLETIONS, json=body)) for _ in range(2)]
+        while not server.engine.num_unfinished_requests:
+            await asyncio.sleep(0)
+        assert (await server.send("POST", change, json={"lora_name": "poet"} | more)).status_code == 200
+        assert not any(search.done() for search in searches), "they were faster than this test"
+        during = await server.engine.list_loras()
+        answers = [await search for search in searches]
+        assert [answer.status_code for answer in answers] == [200, 200], answers[0].text
+        registry = registry_of(server.engine.input_processor)
+        while registry._tasks:
+            await asyncio.sleep(0)
+        assert not registry._leases and not registry._leaving
+        texts = {tuple(choice["text"] for choice in answer.json()["choices"]) for answer in answers}
+        return list(texts.pop()), during, await server.engine.list_loras()
+
+    found, during, after = server.run(go(LOAD, {"lora_path": "painter", "load_inplace": True}))
+    assert found == expected and during == {number, number + 1} and after == {number + 1}
+    other = [choice["text"] for choice in server.post(COMPLETIONS, body).json()["choices"]]
+    assert other != expected
+    found, during, after = server.run(go(UNLOAD, {}))
+    assert found == other and during == {number + 1} and after == set()
+
+
+def test_a_beam_search_that_is_given_up_leaves_no_adapter(server: InProcessServer) -> None:
+    assert server.post(LOAD, {"lora_name": "poet", "lora_path": "poet"}).status_code == 200
+    body = {"model": "poet", "prompt": "To be", "max_tokens": 60, "ignore_eos": True, "use_beam_search": True, "n": 2}
+
+    async def go() -> set[int]:
+        search = asyncio.create_task(server.send("POST", COMPLETIONS, json=body))
+        while not server.engine.num_unfinished_requests:
+            await asyncio.sleep(0)
+        assert (await server.send("POST", UNLOAD, json={"lora_name": "poet"})).status_code == 200
+        search.cancel()
+        await asyncio.gather(search, return_exceptions=True)
+        registry = registry_of(server.engine.input_processor)
+        while registry._tasks or registry._leases:
+            await asyncio.sleep(0)
+        return set(await server.engine.list_loras())
+
+    assert server.run(go()) == set()

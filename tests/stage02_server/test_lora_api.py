@@ -24,8 +24,14 @@ BODIES: dict[str, list[dict[str, Any]]] = {
         {"prompt": PROMPT, "max_tokens": 8, "use_beam_search": True, "n": 2},
         {"prompt": PROMPT, "max_tokens": 8, "n": 3, "seed": 1, "temperature": 1.0},
         {"prompt": PROMPT, "max_tokens": 8, "stream": True} | GREEDY,
+        {"prompt": PROMPT, "max_tokens": 8, "prompt_logprobs": 2} | GREEDY,
     ],
-    "/v1/chat/completions": [CHAT | GREEDY, CHAT | GREEDY | {"stream": True}],
+    "/v1/chat/completions": [
+        CHAT | GREEDY,
+        CHAT | GREEDY | {"stream": True},
+        CHAT | GREEDY | {"prompt_logprobs": 1, "logprobs": True, "top_logprobs": 2},
+        CHAT | {"use_beam_search": True, "n": 2},
+    ],
     "/v1/messages": [CHAT | GREEDY],
     "/v1/responses": [{"input": PROMPT, "max_output_tokens": 8} | GREEDY],
     "/v1/messages/count_tokens": [{"messages": CHAT["messages"]}],
@@ -131,6 +137,30 @@ def test_one_that_was_loaded_later_answers_as_one_of_the_start(
     assert [each.status_code for each in (*answers, gone, late)] == [200, 200, 200, 404]
     expected, found = (json.dumps(shown(each)) for each in answers)
     assert found.replace('"later"', '"poet"') == expected
+
+
+VECTORS: dict[str, dict[str, Any]] = {
+    "/v1/embeddings": {"input": "a"}, "/pooling": {"input": "a"}, "/classify": {"input": "a"}, "/score": {"text_1": "a", "text_2": "b"},
+    "/v1/score": {"text_1": "a", "text_2": "b"}, "/rerank": {"query": "a", "documents": ["b"]}, "/v1/rerank": {"query": "a", "documents": ["b"]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", VECTORS)
+def test_vectors_with_an_adapter_are_refused_in_one_line(
+    path: str, servers: tuple[ServerProcess, ServerProcess]
+) -> None:
+    """Adapters are for models that write text, and a model is for one of both."""
+    answer = httpx.post(servers[0].url + path, json=VECTORS[path] | {"model": "poet"}, timeout=60)
+    message = answer.json()["error"]["message"]
+    assert answer.status_code == 404 and message.startswith("This server's model has no ") and "\n" not in message
+
+
+def test_beam_search_and_logprobs_of_prompts_are_refused_together(
+    servers: tuple[ServerProcess, ServerProcess],
+) -> None:
+    body = {"model": "poet", "prompt": PROMPT, "use_beam_search": True, "n": 2, "prompt_logprobs": 1}
+    answer = httpx.post(servers[0].url + "/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "prompt_logprobs"
 
 
 def test_openais_client_finds_it(servers: tuple[ServerProcess, ServerProcess]) -> None:

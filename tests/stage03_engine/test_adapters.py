@@ -19,7 +19,7 @@ from stage03_engine.bundled.training.train_adapter import Recipe, train_adapter
 from stage03_engine.core.features.lora.manifest import bundled_adapters
 from stage03_engine.errors import ConfigError, EngineDeadError, InvalidRequestError
 from stage03_engine.frontend.async_llm import AsyncLLM
-from stage03_engine.frontend.features.adapters.registry import AdapterRegistry, run_blocking
+from stage03_engine.frontend.features.adapters.registry import AdapterRegistry, KnownAdapter, run_blocking
 from stage03_engine.frontend.features.call_forms.call_forms import LoRARequest
 from stage03_engine.frontend.features.data_parallel.client import DPLBAsyncMPClient
 from stage03_engine.llm import LLM
@@ -119,6 +119,15 @@ def test_an_engine_without_adapters_says_so(files: Path) -> None:
 
 # Several engines, that do what a test says
 
+DIGEST = "of the files"
+
+
+@pytest.fixture(autouse=True)
+def digest(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The adapters of steered engines have no files."""
+    if "files" not in request.fixturenames:
+        monkeypatch.setattr("stage03_engine.frontend.features.adapters.registry._digest", lambda *_: DIGEST)
+
 
 class Knows(SteeredEngine):
     """An engine that has adapters, and refuses those in `refuses`."""
@@ -132,12 +141,15 @@ class Knows(SteeredEngine):
 
     async def call(self, method: str, *args: Any) -> Any:
         if method == "add_lora":
-            name, number, _ = args
+            name, number, _, digest = args
+            assert digest == DIGEST
             if f"{name} in {self.index}" in self.refuses:
                 raise InvalidRequestError(f"adapter {name}: no")
             assert number not in self.loaded
             self.loaded[number] = name
             return True
+        if method == "list_loras":
+            return sorted(self.loaded)
         return self.loaded.pop(*args, None) is not None
 
     async def add_request_async(self, request: Any) -> None:
@@ -156,7 +168,9 @@ async def two_engines(refuses: set[str]) -> tuple[AdapterRegistry, DPLBAsyncMPCl
     client = DPLBAsyncMPClient(config_of(2), engines)
     client.start_process()
     await client.start()
-    registry = AdapterRegistry({"first": "a/folder"})
+    for index in (0, 1):
+        engines[index].loaded[1] = "first"  # from its settings
+    registry = AdapterRegistry([KnownAdapter("first", 1, "a/folder", DIGEST)])
     registry.follow(client)
     registry.follow(client)
     assert len(client.preparing) == 1
@@ -173,11 +187,11 @@ def test_all_engines_load_it_or_none() -> None:
         assert await load(registry, client, "a") == 2
         with pytest.raises(InvalidRequestError, match="adapter b: no"):
             await load(registry, client, "b")
-        assert [engines[index].loaded for index in (0, 1)] == [{2: "a"}, {2: "a"}]
+        assert [engines[index].loaded for index in (0, 1)] == [{1: "first", 2: "a"}] * 2
         assert registry.known.keys() == {"first", "a"}
         assert await load(registry, client, "c") == 4, "the number of what was refused is used again"
         assert await registry.changing(client, lambda: registry.unloading(registry.known["a"]))
-        assert [engines[index].loaded for index in (0, 1)] == [{4: "c"}, {4: "c"}]
+        assert [engines[index].loaded for index in (0, 1)] == [{1: "first", 4: "c"}] * 2
         client.shutdown()
 
     asyncio.run(go())
@@ -190,12 +204,15 @@ def test_an_engine_that_starts_again_has_them_before_its_first_request() -> None
         engines[1].die()
         await turns()
         await load(registry, client, "b")  # while it is away
-        assert engines[0].loaded == {2: "a", 3: "b"} and not engines[1].loaded
+        assert engines[0].loaded == {1: "first", 2: "a", 3: "b"} and not engines[1].loaded
         engines[1].may_start.set()
         await turns()
-        assert engines[1].loaded == {2: "a", 3: "b"}, "those of the start it has from its settings"
+        assert engines[1].loaded == {1: "first", 2: "a", 3: "b"}, (
+            "also those that engines have from their settings at the start"
+        )
+        await registry.changing(client, lambda: registry.unloading(registry.known["first"]))
         await client.scale(3)
-        assert engines[2].loaded == {2: "a", 3: "b"}
+        assert engines[2].loaded == {2: "a", 3: "b"}, "what was unloaded does not come back"
         client.shutdown()
 
     asyncio.run(go())
@@ -211,7 +228,7 @@ def test_one_that_the_new_engine_refuses_is_unloaded_from_all() -> None:
         Knows.refuses = {"a in 1"}
         engines[1].may_start.set()
         await turns()
-        assert [engines[index].loaded for index in (0, 1)] == [{3: "b"}, {3: "b"}]
+        assert [engines[index].loaded for index in (0, 1)] == [{1: "first", 3: "b"}] * 2
         assert registry.known.keys() == {"first", "b"} and client.num_ready == 2
         client.shutdown()
 
@@ -225,7 +242,7 @@ def test_a_dead_engine_does_not_leave_half_a_change() -> None:
     class Client:
         call = staticmethod(dead)
 
-    registry = AdapterRegistry({})
+    registry = AdapterRegistry([])
     with pytest.raises(EngineDeadError):
         run_blocking(Client, registry.loading("a", "folder"))
     assert not registry.known

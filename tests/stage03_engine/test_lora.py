@@ -205,7 +205,7 @@ def test_an_adapter_that_is_broken_or_belongs_to_another_model(name: str, tmp_pa
         ({"enable_lora": True, "lora_modules": ("a=b", "a=c")}, "'a' comes twice"),
         ({"enable_lora": True, "lora_modules": ("{",)}, "is not valid JSON"),
         ({"enable_lora": True, "lora_modules": ('{"name": "a", "pth": "b"}',)}, "unknown key 'pth'"),
-        ({"enable_lora": True, "lora_modules": ('{"name": null, "path": "b"}',)}, "is not name=folder"),
+        ({"enable_lora": True, "lora_modules": ('{"name": null, "path": "b"}',)}, "name must be a text, not null"),
         ({"enable_lora": True, "max_lora_rank": 0}, "max_lora_rank"),
         ({"enable_lora": True, "max_loras": 0}, "max_loras"),
         (

@@ -20,7 +20,7 @@ from small_gpt2 import first_layers
 
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.core.engine_core_proc import make_core
-from stage03_engine.core.features.lora.files import CONFIG, WEIGHTS, read_files
+from stage03_engine.core.features.lora.files import CONFIG, WEIGHTS, digest_in, digest_of, read_files
 from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.llm import LLM
 from stage03_engine.messages import EngineCoreRequest, FinishReason
@@ -322,3 +322,81 @@ def test_what_a_file_has_become_is_one_line(what: str, tmp_path: Path) -> None:
         os.mkfifo(file) if what == "a pipe" else file.mkdir()
     with pytest.raises(ConfigError, match=f"^cannot read {re.escape(str(file))}: "):
         read_files(tmp_path)
+
+
+def test_a_digest_is_that_of_the_contents(tmp_path: Path) -> None:
+    """Read piece by piece, or whole; and what moves from one file to the other is another adapter."""
+    found = set()
+    for config, weights in ((b"{}", b"x" * 3_000_000), (b"{}x", b"x" * 2_999_999), (b"", b""), (b"{}", b"")):
+        (tmp_path / CONFIG).write_bytes(config)
+        (tmp_path / WEIGHTS).write_bytes(weights)
+        found.add(digest_in(str(tmp_path)))
+        assert (
+            digest_in(str(tmp_path)) == digest_in(str(tmp_path), str(tmp_path.parent)) == digest_of((config, weights))
+        )
+    assert len(found) == 4
+
+
+@pytest.mark.parametrize("what", ["root/a", "root/a/b", f"root/a/b/{CONFIG}", f"root/a/b/{WEIGHTS}", "root/a/b/gone"])
+def test_a_link_that_comes_between_the_check_and_the_opening(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is exchanged for a link to the outside, once the path was found to be below the root: nothing outside is opened."""
+    for place in ("root/a/b", "outside/a/b"):
+        (tmp_path / place).mkdir(parents=True)
+        for name in (CONFIG, WEIGHTS):
+            (tmp_path / place / name).write_bytes(place.encode())
+    root, real = str(tmp_path / "root"), os.path.realpath
+    right = digest_in(str(tmp_path / "root/a/b"), root)
+    below = tmp_path / what
+
+    def then_exchange(path: Any) -> str:
+        found = real(path)
+        if str(path).endswith(WEIGHTS if WEIGHTS in what else CONFIG) and below.exists():
+            below.rename(tmp_path / "aside")
+            below.symlink_to(tmp_path / "outside" / below.relative_to(root))
+        return found
+
+    monkeypatch.setattr("stage03_engine.core.features.lora.files.os.path.realpath", then_exchange)
+    if what.endswith("gone"):
+        assert digest_in(str(tmp_path / "root/a/b"), root) == right
+        return
+    with pytest.raises(ConfigError, match="^cannot read .*: (Too many levels of symbolic links|Not a directory)$"):
+        digest_in(str(tmp_path / "root/a/b"), root)
+
+
+@pytest.mark.parametrize("where", ["..", "../outside", "link", "/etc"])
+def test_what_lies_outside_of_the_root_when_it_is_opened(where: str, tmp_path: Path) -> None:
+    for place in ("root", "outside"):
+        (tmp_path / place).mkdir()
+    for name in (CONFIG, WEIGHTS):
+        (tmp_path / "outside" / name).write_bytes(b"{}")
+        (tmp_path / name).write_bytes(b"{}")
+    (tmp_path / "root/link").symlink_to(tmp_path / "outside")
+    with pytest.raises(ConfigError, match="^cannot read .*: it is not below the folder that --lora-root names$"):
+        digest_in(str(tmp_path / "root" / where), str(tmp_path / "root"))
+
+
+def test_an_adapter_whose_files_are_no_longer_those_of_the_digest(
+    model: Path, folders: list[Path], tmp_path: Path
+) -> None:
+    """Every place where files are read: when it is loaded, and when an engine starts."""
+    folder = Path(shutil.copytree(folders[0], tmp_path / "adapter"))
+    first = digest_in(str(folder))
+    settings = EngineArgs.from_kwargs(model=str(model), **SMALL, lora_modules=(f"mine={folder}",))
+    for name in (CONFIG, WEIGHTS):
+        content = (folder / name).read_bytes()
+        changed = content.replace(b"8.0", b"4.0") if name == CONFIG else content[:-1] + bytes([content[-1] ^ 1])
+        assert changed != content
+        (folder / name).write_bytes(changed)
+        with running(model) as core:
+            with pytest.raises(
+                InvalidRequestError, match="^adapter mine: the files in .* are no longer those that were loaded$"
+            ):
+                core.core.call("add_lora", "mine", 7, str(folder), first)
+            assert core.core.call("list_loras") == []
+        with pytest.raises(ConfigError, match="^adapter mine: the files in .* are no longer those that were loaded$"):
+            make_core(settings)
+        (folder / name).write_bytes(content)
+    with running(model) as core:
+        assert core.core.call("add_lora", "mine", 7, str(folder), first) is True

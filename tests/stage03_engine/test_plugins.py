@@ -126,7 +126,7 @@ class Misplaced:
 def test_hooks_where_nobody_looks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     index(monkeypatch, feature("a", Part("params", f"{__name__}:Misplaced")))
     with pytest.raises(
-        ConfigError, match=r"Misplaced has hooks at 'executor', which is none of input, scheduler, runner"
+        ConfigError, match=r"Misplaced has hooks at 'executor', which is none of input, series, scheduler, runner"
     ):
         check_features("stage03_engine")
 
@@ -150,6 +150,7 @@ ONE = {
     "shape": "else GPT-2's fields",
     "core": "else EngineCore",
     "policy": "else fcfs and priority",
+    "async_llm": "else its own methods",
 }
 """Seams at which one feature plugs in -> what the walk has there itself, which makes two."""
 

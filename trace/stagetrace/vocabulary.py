@@ -272,6 +272,8 @@ _ROWS = [
     _optional("lora.failed", 8, ENGINE, {"id": "int", "message": "str"}, "An adapter could not be read again: its requests end.", "lora/worker_manager.py"),
     _optional("lora.added", 4, ENGINE, {"adapter": "str", "id": "int", "known": "int"},
         "An adapter was loaded while the server runs: its number, and how many there are now.", "entrypoints/openai/models/serving.py load_lora_adapter"),
+    _optional("lora.refused", 4, ENGINE, {"adapter": "str", "id": "int", "message": "str"},
+        "An engine that was started again cannot load an adapter, or finds other files: it is unloaded everywhere.", "-"),
     _optional("lora.removed", 4, ENGINE, {"adapter": "str", "id": "int", "known": "int"},
         "An adapter was unloaded: no request finds it any more. Those that run with it go on.", "entrypoints/openai/models/serving.py unload_lora_adapter"),
     _optional("lora.rows", 8, ENGINE, {"rows": "dict"}, "How many tokens of this step go through each adapter.", "lora/punica_wrapper"),

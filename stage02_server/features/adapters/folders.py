@@ -8,14 +8,14 @@ from pathlib import Path
 from stage02_server.errors import APIError, not_found
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
-MOST_BYTES = 1 << 30  # of an adapter's files
 
 
 def folder_below(root: str | None, name: str, path: str) -> str:
     """The folder of an adapter, without links and `..`; a path that does not begin with a slash begins in `root`. Raises APIError: 403 if
-    there is no such root, or the folder or one of its files lies outside of it, 404 if nothing is there, 400 for files that are too large.
+    there is no such root, or the folder or one of its files lies outside of it, 404 if nothing is there.
 
-    What lies outside is refused alike whether it is there or not: else a client could ask what there is on this machine.
+    What lies outside is refused alike whether it is there or not: else a client could ask what there is on this machine. All this may have changed
+    when the files are read, so who reads them looks again, at what was opened.
     """
     if root is None:
         raise _denied("This server loads no adapters while it runs: start it with --lora-root FOLDER.")
@@ -28,8 +28,6 @@ def folder_below(root: str | None, name: str, path: str) -> str:
         raise _denied("lora_path must be below the folder that --lora-root names.")
     if not all(map(os.path.isfile, files)):
         raise not_found(f"Loading lora {name} failed: No adapter found for {path}", "lora_path")
-    if sum(file.stat().st_size for file in files) > MOST_BYTES:
-        raise APIError(400, "BadRequestError", f"The files of an adapter have at most {MOST_BYTES} bytes.", "lora_path")
     return str(folder)
 
 

@@ -7,19 +7,21 @@ import logging
 from typing import Annotated
 
 from fastapi import APIRouter, FastAPI, Request, Response
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, StrictBool, StrictInt
 
 from stage02_server.api_server import Services
 from stage02_server.errors import APIError, not_found
 from stage02_server.features.adapters.folders import folder_below
 from stage02_server.middleware import TENANT
-from stage02_server.protocol_types import Int64, Text
+from stage02_server.protocol_types import Text
+from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.features.adapters.registry import AdapterRegistry, registry_of
 
 logger = logging.getLogger(__name__)
 router = APIRouter()
 Name = Annotated[Text, Field(max_length=256)]
 Path = Annotated[Text, Field(max_length=4096)]
+Number = Annotated[StrictInt, Field(ge=-(2**63), le=2**63 - 1)]
 
 
 class LoadLoRAAdapterRequest(BaseModel):
@@ -27,14 +29,14 @@ class LoadLoRAAdapterRequest(BaseModel):
 
     lora_name: Name = Field(description="The name by which requests choose it, as their model.")
     lora_path: Path = Field(description="Its folder, below the one that the server was given for this.")
-    load_inplace: bool = Field(default=False, description="Take the place of the adapter that has this name.")
+    load_inplace: StrictBool = Field(default=False, description="Take the place of the adapter that has this name.")
 
 
 class UnloadLoRAAdapterRequest(BaseModel):
     """An adapter that is to be gone."""
 
     lora_name: Name = Field(description="Its name.")
-    lora_int_id: Int64 | None = Field(default=None, description="Its number; if given, no other one is unloaded.")
+    lora_int_id: Number | None = Field(default=None, description="Its number; if given, no other one is unloaded.")
 
 
 @router.post("/v1/load_lora_adapter")
@@ -42,22 +44,16 @@ async def load_lora_adapter(body: LoadLoRAAdapterRequest, raw_request: Request) 
     """Load an adapter into every engine. 400 if its name is taken, or it does not fit the model; 403 for a folder that is none of the
     operator's; 404 if nothing is there."""
     services, registry = _allowed(raw_request)
-    if not body.lora_name or not body.lora_path:
-        raise _wrong(
-            "Both 'lora_name' and 'lora_path' must be provided.", "lora_name" if body.lora_path else "lora_path"
-        )
+    try:
+        registry.check(body.lora_name, body.lora_path, in_place=body.load_inplace)
+    except InvalidRequestError as error:
+        raise _wrong(str(error), error.param) from error
     if body.lora_name in services.models.names:
         raise _wrong(f"'{body.lora_name}' is a name of the model itself.", "lora_name")
-    if body.lora_name in registry.known and not body.load_inplace:
-        raise _wrong(
-            f"The lora adapter '{body.lora_name}' has already been loaded. If you want to load the adapter in place, set "
-            "'load_inplace' to True.",
-            "lora_name",
-        )
-    folder = await asyncio.to_thread(folder_below, services.args.lora_root, body.lora_name, body.lora_path)
-    registry.follow(services.engine.engine_core)
+    root = services.args.lora_root
+    folder = await asyncio.to_thread(folder_below, root, body.lora_name, body.lora_path)
     await registry.changing(
-        services.engine, lambda: registry.loading(body.lora_name, folder, in_place=body.load_inplace)
+        services.engine, lambda: registry.loading(body.lora_name, folder, in_place=body.load_inplace, root=root)
     )
     return Response(f"Success: LoRA adapter '{body.lora_name}' added successfully.", media_type="text/plain")
 
@@ -85,7 +81,7 @@ def _allowed(raw_request: Request) -> tuple[Services, AdapterRegistry]:
     return services, registry_of(services.engine.input_processor)
 
 
-def _wrong(message: str, param: str) -> APIError:
+def _wrong(message: str, param: str | None) -> APIError:
     return APIError(400, "InvalidUserInput", message, param)
 
 

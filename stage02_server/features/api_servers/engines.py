@@ -65,9 +65,9 @@ class Engines:
         """Where the servers find the coordinator; None if there is none."""
         return None if self._coordinator is None else str(self._coordinator.folder)
 
-    def _start(self, index: int) -> EngineProcess:
+    def _start(self, index: int, later: bool = False) -> EngineProcess:
         several = self._limit is not None
-        engine = load(START_ENGINE)(self._config, index) if several else EngineProcess(self._config)
+        engine = load(START_ENGINE)(self._config, index, later) if several else EngineProcess(self._config)
         self._processes[index] = engine
         threading.Thread(target=self._wait, args=(index, engine), name="handshake", daemon=True).start()
         return engine
@@ -109,7 +109,7 @@ class Engines:
             return self._on_end(why)
         self._processes[index].shutdown()  # its process has ended: this removes its folder
         try:
-            engine = self._start(index)
+            engine = self._start(index, later=True)
         except (StagesError, OSError, zmq.ZMQError) as error:  # the disk is full, for instance
             return self._refused(index, error)
         self._tell(EngineStarted(index, engine.input_address, engine.output_address))

@@ -17,7 +17,7 @@ from typing import Any
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.kv_cache_size import choose_num_blocks, item_bytes, kv_block_bytes
 from stage03_engine.errors import ConfigError
-from stage03_engine.mixins import load
+from stage03_engine.mixins import each, load
 from stage03_engine.model_path import weight_files, weight_format
 from stage03_engine.model_shape import ModelShape
 
@@ -42,11 +42,12 @@ class Memory:
     activations: int
     step_tokens: int
     available: int | None
+    others: int  # what features keep on the device from the start
 
     @property
     def sum(self) -> int:
         """With all requests at full length."""
-        return self.weights + self.for_all + self.activations
+        return self.weights + self.for_all + self.activations + self.others
 
 
 def estimate_memory(config: VllmConfig) -> Memory:
@@ -59,6 +60,7 @@ def estimate_memory(config: VllmConfig) -> Memory:
     return Memory(
         parameters, draft, _weights(config, parameters, size) + draft * size, block // block_size, per_request, per_request * scheduler.max_num_seqs,
         _activations(config.shape, tokens, min(tokens, scheduler.max_num_seqs), size), tokens, _available(config),
+        sum(size for _, size, _, on_device in rows_of_features(config) if on_device),
     )  # fmt: skip
 
 
@@ -81,12 +83,17 @@ def checkpoint_quantization(config: VllmConfig) -> dict[str, Any] | None:
     return getattr(config.model_config, "checkpoint_quantization", None)
 
 
+def rows_of_features(config: VllmConfig) -> list[tuple[str, int, str, bool]]:
+    """(name, bytes, how it is made up, is it on the device) of what features take besides."""
+    return [row for more in each(VllmConfig, "memory_rows") for row in more(config)]
+
+
 def check_kv_cache(config: VllmConfig, memory: Memory) -> None:
     """Raises ConfigError if the KV cache would not hold one request of full length, or is larger than the machine's memory."""
     cache = config.cache_config
     if cache.num_gpu_blocks_override is None and cache.kv_cache_memory_bytes is None and memory.available is None:
         return
-    left = max(0, (memory.available or 0) - memory.weights - memory.activations)
+    left = max(0, (memory.available or 0) - memory.weights - memory.activations - memory.others)
     choose_num_blocks(config, kv_block_bytes(config), lambda: left)
 
 
@@ -203,6 +210,7 @@ def rows(config: VllmConfig, memory: Memory) -> list[tuple[str, str, str]]:
         ("kv_cache_per_request", shown(memory.per_request), f"of {config.max_model_len} tokens (max_model_len)"),
         ("kv_cache_for_all", shown(memory.for_all), f"{scheduler.max_num_seqs} of them (max_num_seqs)"),
         ("activations", shown(memory.activations), f"about, of a step of {memory.step_tokens} tokens"),
+        *((name, shown(size), how) for name, size, how, _ in rows_of_features(config)),
         (
             "sum",
             shown(memory.sum),

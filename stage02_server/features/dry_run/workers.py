@@ -14,6 +14,7 @@ from stage02_server.features.dry_run.memory import (
     norm_parameters,
     position_parameters,
     quantization,
+    rows_of_features,
     shown,
 )
 from stage03_engine.config import VllmConfig
@@ -44,6 +45,8 @@ def rows(config: VllmConfig) -> list[tuple[str, str, str]]:
         heads = f"{shape.num_kv_heads} of {config.shape.num_kv_heads} KV heads in {shape.num_layers} layers"
         found.append((f"{own.lane}_weights", shown(_weights(config, shape, own) + draft), who))
         found.append((f"{own.lane}_kv_per_token", shown(per_token), heads))
+        more = rows_of_features(rank_config(config, own))
+        found += [(f"{own.lane}_{name}", shown(size), how) for name, size, how, _ in more]
     return found
 
 

@@ -6,7 +6,6 @@ each layer. A pair is thousands of times smaller than the matrix, so many adapte
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,15 +17,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from stage03_engine.core.features.lora.files import CONFIG, WEIGHTS, digest_of, read_files
+from stage03_engine.core.features.lora.config_file import parse_config
+from stage03_engine.core.features.lora.files import WEIGHTS, digest_of, read_files
 from stage03_engine.core.features.lora.slices import Sliced
 from stage03_engine.core.models.layers import check_finite
 from stage03_engine.errors import ConfigError
 
 TENSOR = re.compile(r"base_model\.model\.(?:transformer\.|model\.)?(.+)\.lora_([AB])\.weight")
-MOST_ALPHA = 1_000_000
-NOT_BUILT = ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "bias")
-"""What an adapter_config.json may ask for that is not built."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +55,7 @@ def read_adapter(name: str, folder: Path, layers: Mapping[str, Sliced], max_rank
     config: dict[str, Any] = {}
     try:
         files = read_files(folder)
-        config = _read_config(files[0])
+        config = parse_config(files[0])
         rank, scale = _rank_and_scale(config, max_rank)
         found = _read_tensors(files[1])
         _check_whole(config, found, layers)
@@ -95,28 +92,9 @@ def _check_whole(config: dict[str, Any], found: dict[str, dict[str, Tensor]], la
                 raise ConfigError(f"lora_A and lora_B of {layer} are missing")
 
 
-def _read_config(content: bytes) -> dict[str, Any]:
-    try:
-        config = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{CONFIG} is not valid JSON: {error}") from error
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        raise ConfigError(f"{CONFIG} describes no LoRA adapter: peft_type must be LORA")
-    for key in NOT_BUILT:
-        if config.get(key) and config[key] != "none":
-            raise ConfigError(f"{key} {str(config[key])[:100]!r} is not built")
-    return config
-
-
 def _rank_and_scale(config: dict[str, Any], max_rank: int) -> tuple[int, float]:
     """The scale is alpha / rank, or alpha / sqrt(rank) (Kalajdzievski 2023, rsLoRA)."""
-    rank, alpha = config.get("r"), config.get("lora_alpha")
-    if type(rank) is not int or rank < 1:
-        raise ConfigError(f"r must be an integer of at least 1, not {str(rank)[:100]!r}")
-    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not abs(alpha) < MOST_ALPHA:  # NaN fails too
-        raise ConfigError(
-            f"lora_alpha must be a number between -{MOST_ALPHA} and {MOST_ALPHA}, not {str(alpha)[:100]!r}"
-        )
+    rank, alpha = config["r"], config["lora_alpha"]
     if rank > max_rank:
         raise ConfigError(f"its rank {str(rank)[:100]} is more than max_lora_rank {max_rank}")
     return rank, alpha / (rank**0.5 if config.get("use_rslora") else rank)

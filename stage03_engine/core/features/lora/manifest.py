@@ -4,22 +4,33 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from stage03_engine.args.fields import option
+from stage03_engine.args.fields import internal, option
 from stage03_engine.args.parser import check_keys
 from stage03_engine.errors import ConfigError
 from stage03_engine.plugins import Feature, Part
 
 if TYPE_CHECKING:
     from stage03_engine.config import VllmConfig
+    from stage03_engine.model_path import ModelFiles
 
 
 BUNDLED_FOLDER = Path(__file__).parents[3] / "bundled"
 _ROOM = "stage03_engine.core.features.lora."
 _FRONT = "stage03_engine.frontend.features.adapters."
+
+
+class AtStart(NamedTuple):
+    """An adapter of `--lora-modules`."""
+
+    number: int
+    name: str
+    folder: str
+    digest: str  # of its files
 
 
 @dataclass(frozen=True)
@@ -44,20 +55,12 @@ class LoRAConfig:
         "auto", "number format of adapters; auto: that of the model", choices=("auto", "float16", "bfloat16", "float32")
     )
 
-    def adapters(self) -> dict[str, str]:
-        """Name -> folder. Raises ConfigError for what is neither form, and for a name that comes twice."""
-        found: dict[str, str] = {}
-        for given in self.lora_modules or ():
-            name, path = _name_and_path(given)
-            if not name or not path:
-                bundled = ", ".join(bundled_adapters())
-                raise ConfigError(
-                    f"lora_modules: {given[:200]!r} is not name=folder, and not bundled (as is {bundled})"
-                )
-            if name in found:
-                raise ConfigError(f"lora_modules: {name!r} comes twice")
-            found[name] = path
-        return found
+    lora_digests: tuple[str, ...] = internal(())  # of the files of lora_modules, which all engines must find the same
+
+    def adapters(self) -> list[AtStart]:
+        """Those that an engine loads when it starts. Their numbers are 1, 2, ..."""
+        found = zip(folders_of(self.lora_modules or ()).items(), self.lora_digests, strict=True)
+        return [AtStart(number, *each, digest) for number, (each, digest) in enumerate(found, start=1)]
 
 
 def bundled_adapters() -> list[str]:
@@ -65,18 +68,36 @@ def bundled_adapters() -> list[str]:
     return sorted(path.parent.name for path in BUNDLED_FOLDER.glob("*/adapter_config.json"))
 
 
-def _name_and_path(given: str) -> tuple[str, str]:
-    if not given.startswith("{"):
-        name, sign, path = given.partition("=")
-        path = path if sign else name if name in bundled_adapters() else ""
-        return name, str(BUNDLED_FOLDER / path) if path in bundled_adapters() and not os.path.isdir(path) else path
+def folders_of(lora_modules: tuple[str, ...]) -> dict[str, str]:
+    """Name -> folder. Raises ConfigError for what is neither form, and for a name that comes twice."""
+    found: dict[str, str] = {}
+    for given in lora_modules:
+        name, path = _json_form(given) if given.startswith("{") else _short_form(given)
+        if not name or not path:
+            bundled = ", ".join(bundled_adapters())
+            raise ConfigError(f"lora_modules: {given[:200]!r} is not name=folder, and not bundled (as is {bundled})")
+        if name in found:
+            raise ConfigError(f"lora_modules: {name!r} comes twice")
+        found[name] = path
+    return found
+
+
+def _short_form(given: str) -> tuple[str, str]:
+    name, sign, path = given.partition("=")
+    path = path if sign else name if name in bundled_adapters() else ""
+    return name, str(BUNDLED_FOLDER / path) if path in bundled_adapters() and not os.path.isdir(path) else path
+
+
+def _json_form(given: str) -> tuple[str, str]:
     try:
         fields = json.loads(given)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"lora_modules: {given[:200]!r} is not valid JSON: {error}") from None
     check_keys("lora_modules", fields, ("name", "path", "base_model_name"))
-    name, path = fields.get("name"), fields.get("path")
-    return (name, path) if isinstance(name, str) and isinstance(path, str) else ("", "")
+    for key, value in ({"name": None, "path": None} | fields).items():
+        if not isinstance(value, str) and not (key == "base_model_name" and value is None):
+            raise ConfigError(f"lora_modules: {key} must be a text, not {json.dumps(value)[:100]}, in {given[:200]!r}")
+    return fields["name"], fields["path"]
 
 
 @dataclass(frozen=True)
@@ -84,6 +105,35 @@ class LoRAFlags:
     """Part of VllmConfig."""
 
     lora_config: LoRAConfig = LoRAConfig()
+
+    @staticmethod
+    def resolve(values: Mapping[str, Any], files: ModelFiles) -> dict[str, Any]:
+        """The digests of the adapters' files. What an engine reads, now or when it is started again, must be what was here now."""
+        if not values["enable_lora"] or not values["lora_modules"]:
+            return {}
+        from stage03_engine.core.features.lora.files import digest_in
+
+        digests = []
+        for name, folder in folders_of(values["lora_modules"]).items():
+            try:
+                digests.append(digest_in(folder))
+            except ConfigError as error:
+                raise ConfigError(f"adapter {name}: {error}") from error
+        return {"lora_digests": tuple(digests)}
+
+    @staticmethod
+    def memory_rows(config: VllmConfig) -> list[tuple[str, int, str, bool]]:
+        """The places and the cache."""
+        from stage03_engine.core.features.lora.size import memory_rows
+
+        return memory_rows(config)
+
+    @staticmethod
+    def of_later_engine(config: VllmConfig) -> VllmConfig:
+        """The front end brings it the adapters that there are by then: some may have been unloaded, and one whose folder is gone must not keep it
+        from starting."""
+        without: dict[str, Any] = {"lora_config": replace(config.lora_config, lora_modules=None, lora_digests=())}
+        return replace(config, **without)
 
     @staticmethod
     def check(config: VllmConfig) -> None:
@@ -99,22 +149,22 @@ class LoRAFlags:
             raise ConfigError(
                 f"max_cpu_loras {lora.max_cpu_loras} must be at least max_loras, which is {lora.max_loras}"
             )
-        lora.adapters()
 
     @staticmethod
     def hooks(config: VllmConfig) -> dict[str, list[str]]:
-        """The scheduler keeps the blocks of different adapters apart; the runner adds their products."""
+        """The scheduler keeps the blocks of different adapters apart; the runner adds their products; the front end knows which there are."""
         if not config.lora_config.enable_lora:
             return {}
         return {
             "scheduler": [_ROOM + "scheduler_hook:LoRASchedulerHook"],
             "runner": [_ROOM + "runner_hook:LoRARunnerHook"],
+            "async_llm": [_FRONT + "registry:follow"],
         }
 
 
 def adapter_names(config: Any) -> dict[str, dict[str, str]]:
     """Each adapter is a name for requests to use."""
-    return {name: {"lora": name} for name in config.lora_config.adapters()}
+    return {name: {"lora": name} for name in folders_of(config.lora_config.lora_modules or ())}
 
 
 FEATURE = Feature(
@@ -133,10 +183,11 @@ FEATURE = Feature(
         Part("call", ".utilities:pin_lora", key="pin_lora"),
         Part("engine", _FRONT + "calls:chosen", key="adapter_of_async"),
         Part("engine", _FRONT + "calls:chosen_now", key="adapter_of"),
-        Part("engine", _FRONT + "calls:add_lora", key="AsyncLLM.add_lora"),
-        Part("engine", _FRONT + "calls:remove_lora", key="AsyncLLM.remove_lora"),
-        Part("engine", _FRONT + "calls:list_loras", key="AsyncLLM.list_loras"),
-        Part("engine", _FRONT + "calls:pin_lora", key="AsyncLLM.pin_lora"),
+        Part("engine", ".files:digest_in", key="digest_of_adapter"),
+        Part("async_llm", _FRONT + "calls:add_lora", key="add_lora"),
+        Part("async_llm", _FRONT + "calls:remove_lora", key="remove_lora"),
+        Part("async_llm", _FRONT + "calls:list_loras", key="list_loras"),
+        Part("async_llm", _FRONT + "calls:pin_lora", key="pin_lora"),
     ),
     after=("distributed",),
     conflicts={
@@ -150,6 +201,7 @@ FEATURE = Feature(
         "lora.loaded",
         "lora.pinned",
         "lora.placed",
+        "lora.refused",
         "lora.removed",
         "lora.rows",
         "lora.waiting",

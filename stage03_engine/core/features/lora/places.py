@@ -94,15 +94,15 @@ class AdapterPlaces:
         """sizes: (places, adapters in CPU memory, highest rank)."""
         self._layers, self._sums, self._dtype, self._shape = layers, sums, dtype, shape
         self._num_places, self._num_cached, self._max_rank = sizes
-        self._sources: dict[int, tuple[str, str, str]] = {}  # name, folder, digest when it was added
+        self._sources: dict[int, tuple[str, str, str]] = {}  # name, folder, digest of its files
         self.cached: OrderedDict[int, Adapter] = OrderedDict()  # used longest ago first
         self.places: OrderedDict[int, int] = OrderedDict()  # adapter -> place, used longest ago first
         self.pinned: set[int] = set()
 
-    def add(self, number: int, name: str, folder: str) -> None:
-        """Read an adapter into CPU memory. Raises ConfigError if any worker cannot."""
-        adapter = self._read(number, name, folder)
-        self._sources[number] = (name, folder, adapter.digest)
+    def add(self, number: int, name: str, folder: str, digest: str) -> None:
+        """Read an adapter into CPU memory. Raises ConfigError if any worker cannot, or its files have another digest."""
+        adapter = self._read(number, name, folder, digest)
+        self._sources[number] = (name, folder, digest)
         self._keep(number, adapter)
 
     def remove(self, number: int) -> None:
@@ -132,9 +132,7 @@ class AdapterPlaces:
                 self.cached.move_to_end(number)
             return
         if number not in self.cached:
-            name, folder, digest = self._sources[number]
-            adapter = self._read(number, name, folder, digest)
-            self._keep(number, adapter)
+            self._keep(number, self._read(number, *self._sources[number]))
         self.cached.move_to_end(number)
         place, evicted = place_for(self.places, self._num_places, in_batch, self.pinned)
         if evicted is not None:
@@ -154,12 +152,12 @@ class AdapterPlaces:
         while len(self.cached) > self._num_cached:
             del self.cached[next(each for each in self.cached if each not in self.pinned or each == number)]
 
-    def _read(self, number: int, name: str, folder: str, digest: str | None = None) -> Adapter:
+    def _read(self, number: int, name: str, folder: str, digest: str) -> Adapter:
         """Raises ConfigError if any of the workers cannot; so all of them have it, or none."""
         started, adapter, error = time.monotonic(), None, None
         try:
             adapter = read_adapter(name, Path(folder), self._layers, self._max_rank, self._dtype)
-            if digest not in (None, adapter.digest):
+            if digest != adapter.digest:
                 raise ConfigError(f"adapter {name}: the files in {folder} are no longer those that were loaded")
         except ConfigError as caught:
             error = caught

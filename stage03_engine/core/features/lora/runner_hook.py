@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stage03_engine.config import VllmConfig
-from stage03_engine.core.features.lora.messages import CHANGES, REPORT, Report
+from stage03_engine.core.features.lora.messages import CHANGES, REPORT, Report, adapter_of
 from stage03_engine.core.features.lora.places import AdapterPlaces, LowRankSum, Rows
 from stage03_engine.core.features.lora.slices import linear_layers
 from stage03_engine.core.hooks import RunnerHook
@@ -18,13 +18,8 @@ from stage03_engine.core.model_runner import ModelRunner
 from stage03_engine.core.models.layers import LanguageModel
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
 from stage03_engine.errors import ConfigError
-from stage03_engine.sampling_params import SamplingParams
 from stage04_kernels.features.lora import NO_PLACE, RowGroups, low_rank_kernel
 from stagetrace import trace
-
-
-def _adapter(params: SamplingParams) -> int:
-    return 0 if params.lora is None else params.lora_int_id
 
 
 class LoRARunnerHook(RunnerHook):
@@ -53,8 +48,8 @@ class LoRARunnerHook(RunnerHook):
             own.layer.addends.append(sums[name])
         sizes = (lora.max_loras, lora.max_cpu_loras or lora.max_loras, lora.max_lora_rank)
         self.adapters = AdapterPlaces(layers, sums, sizes, dtype, self.config.shape)
-        for number, (name, folder) in enumerate(lora.adapters().items(), start=1):
-            self.adapters.add(number, name, folder)
+        for each in lora.adapters():
+            self.adapters.add(*each)
         return model
 
     def received(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
@@ -63,9 +58,9 @@ class LoRARunnerHook(RunnerHook):
         if changes is not None:
             for number in changes.remove:
                 self.adapters.remove(number)
-            for number, name, folder in changes.add:
+            for number, *source in changes.add:
                 try:
-                    self.adapters.add(number, name, folder)
+                    self.adapters.add(number, *source)
                 except ConfigError as error:
                     self._failed[number] = str(error)
             self.adapters.pinned.update(changes.pin)
@@ -74,13 +69,13 @@ class LoRARunnerHook(RunnerHook):
     def prepared(self, inputs: StepInputs, scheduler_output: SchedulerOutput) -> None:
         """Bring the step's adapters into their places, and note which rows use them."""
         batch, counts = self.runner.batch, scheduler_output.num_scheduled_tokens
-        numbers = [_adapter(batch.requests[batch.row_of[request_id]].sampling_params) for request_id in counts]
+        numbers = [adapter_of(batch.requests[batch.row_of[request_id]].sampling_params) for request_id in counts]
         used = dict.fromkeys(number for number in numbers if number)
         self._rows.groups = None
         if not used:
             return
         inputs.replayable = False
-        in_batch = {_adapter(request.sampling_params) for request in batch.requests}
+        in_batch = {adapter_of(request.sampling_params) for request in batch.requests}
         self._failed |= self.adapters.ensure(used, in_batch)
         places = [self.adapters.places.get(number, NO_PLACE) if number else NO_PLACE for number in numbers]
         self._rows.groups = RowGroups.of(np.repeat(places, list(counts.values())), self.runner.device)
@@ -93,7 +88,7 @@ class LoRARunnerHook(RunnerHook):
 
     def _names(self) -> dict[int, str]:
         requests = self.runner.batch.requests
-        return {_adapter(each.sampling_params): each.sampling_params.lora or "" for each in requests}
+        return {adapter_of(each.sampling_params): each.sampling_params.lora or "" for each in requests}
 
     def after_forward(self, hidden: Tensor, inputs: StepInputs, scheduler_output: SchedulerOutput) -> bool:
         """The step is over; whatever else runs the model means the base model."""

@@ -14,12 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from stage03_engine.config import VllmConfig
-from stage03_engine.core.features.lora.files import digest_of, read_files
-from stage03_engine.core.features.lora.messages import CHANGES, REPORT, Changes
+from stage03_engine.core.features.lora.messages import CHANGES, REPORT, Changes, adapter_of
 from stage03_engine.core.hooks import SchedulerHook
 from stage03_engine.core.request import POLICIES, Request, RequestStatus
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
@@ -34,20 +32,13 @@ class Known:
     """An adapter that requests may name."""
 
     name: str
-    folder: str
-    digest: str  # of its files when it was loaded
+    digest: str  # of its files
     failures: int = 0  # how often it could not be read again
 
     def hash_key(self, number: int) -> str:
         """What keys and values that it changed depend on. Not only its name: under the same one others may have been loaded before. Blocks of
         requests that failed have not seen it."""
         return f"lora:{self.name}:{number}:{self.digest}:{self.failures}"
-
-
-def adapter_of(request: Request) -> int:
-    """The number of a request's adapter; 0: it has none."""
-    params = request.sampling_params
-    return 0 if params.lora is None else params.lora_int_id
 
 
 class LoRASchedulerHook(SchedulerHook):
@@ -60,9 +51,7 @@ class LoRASchedulerHook(SchedulerHook):
         super().__init__(scheduler, config)
         lora = config.lora_config
         self.max_loras = lora.max_loras
-        self.known: dict[int, Known] = {}
-        for number, (name, folder) in enumerate(lora.adapters().items(), start=1):
-            self.known[number] = Known(name, folder, digest_of(read_files(Path(folder))))
+        self.known = {each.number: Known(each.name, each.digest) for each in lora.adapters()}
         self.places: dict[
             int, set[str]
         ] = {}  # adapter -> the requests that may use it; the one taken first comes first
@@ -71,27 +60,31 @@ class LoRASchedulerHook(SchedulerHook):
         self._closed: int | None = None  # the adapter whose place takes no more requests
         self._overtakers = 0  # while somebody waits
         self._asked_pins: set[int] | None = None  # `pinned`, from the next decision on
-        self._leaving: set[int] = set()  # removed, but unfinished requests use them
+        self._leaving: dict[int, Known] = {}  # removed, but unfinished requests use them
         self._failed: dict[str, str] = {}  # requests that end because of their adapter, and why
         self._removed: list[int] = []  # the workers are told with the next step
 
     # Arrivals
 
     def added(self, request: Request) -> None:
-        """Its blocks are found again by requests with the same adapter only."""
-        if number := adapter_of(request):
-            if number not in self.known:
+        """Its blocks are found again by requests with the same adapter only. One that is leaving is still there for those that the front end
+        sent before: of several answers some may come late."""
+        if number := adapter_of(request.sampling_params):
+            if (adapter := self._adapter(number)) is None:
                 raise InvalidRequestError(f"lora: the adapter {request.sampling_params.lora!r} is not loaded.", "lora")
-            request.add_hash_key(self.known[number].hash_key(number))
+            request.add_hash_key(adapter.hash_key(number))
+
+    def _adapter(self, number: int) -> Known | None:
+        return self.known.get(number) or self._leaving.get(number)
 
     def traced_params(self, request: Request) -> dict[str, Any]:
         """Its adapter, and how many places there are."""
-        number = adapter_of(request)
+        number = adapter_of(request.sampling_params)
         return {"lora": {"id": number, "max_loras": self.max_loras}} if number else {}
 
     def holds(self, request: Request) -> bool:
         """Until its adapter has a place."""
-        number, request_id = adapter_of(request), request.request_id
+        number, request_id = adapter_of(request.sampling_params), request.request_id
         if not number or request_id in self.places.get(number, ()):
             return False
         if request_id in self.waiting.get(number, ()):
@@ -161,7 +154,11 @@ class LoRASchedulerHook(SchedulerHook):
         self, request: Request, output: SchedulerOutput, new_blocks: list[int], first: int, num_matched: int
     ) -> None:
         """Counts those that overtake: they came later than somebody who waits, or are another API key's."""
-        if self.waiting and adapter_of(request) in self.places and request.status == RequestStatus.WAITING:
+        if (
+            self.waiting
+            and adapter_of(request.sampling_params) in self.places
+            and request.status == RequestStatus.WAITING
+        ):
             waiting = min((next(iter(held.values())) for held in self.waiting.values()), key=POLICIES["fcfs"])
             self._overtakers += request.arrival > waiting.arrival or request.tenant != waiting.tenant
 
@@ -174,7 +171,7 @@ class LoRASchedulerHook(SchedulerHook):
 
     def finished(self, request: Request) -> None:
         """An adapter leaves its place with its last request; one that was removed is forgotten with it."""
-        number = adapter_of(request)
+        number = adapter_of(request.sampling_params)
         if not number:
             return
         self.places.get(number, set()).discard(request.request_id)
@@ -186,7 +183,7 @@ class LoRASchedulerHook(SchedulerHook):
         if not self.waiting:
             self._overtakers = 0
         if number in self._leaving and self._requests_of(number) == [request]:
-            self._leaving.remove(number)
+            del self._leaving[number]
             self._removed.append(number)
 
     # A step
@@ -207,8 +204,8 @@ class LoRASchedulerHook(SchedulerHook):
         for number, why in ({} if report is None else report.failed).items():
             requests = dict.fromkeys(request.request_id for request in self._requests_of(number))
             self._failed |= dict.fromkeys(requests, why)
-            if number in self.known:
-                self.known[number].failures += 1
+            if (adapter := self._adapter(number)) is not None:
+                adapter.failures += 1
             for request_id in requests:
                 runner_output.drop(request_id)
             if trace.on:
@@ -227,17 +224,19 @@ class LoRASchedulerHook(SchedulerHook):
         return ended, True if self.waiting and (len(self.places) < self.max_loras or self._closed is not None) else None
 
     def _requests_of(self, number: int) -> list[Request]:
-        return [request for request in self.scheduler.requests.values() if adapter_of(request) == number]
+        return [
+            request for request in self.scheduler.requests.values() if adapter_of(request.sampling_params) == number
+        ]
 
     # Calls
 
     def remove(self, number: int) -> bool:
         """Forget an adapter; unfinished requests keep it to their end. False if it is unknown."""
-        if self.known.pop(number, None) is None:
+        if (adapter := self.known.pop(number, None)) is None:
             return False
         self._ask_pins(self._pins() - {number})
         if self._requests_of(number):
-            self._leaving.add(number)
+            self._leaving[number] = adapter
         else:
             self._removed.append(number)
         return True
@@ -278,7 +277,7 @@ class LoRASchedulerHook(SchedulerHook):
         """Raises AssertionError."""
         assert len(self.places) <= self.max_loras, "more adapters than places"
         for request in self.scheduler.running:
-            number = adapter_of(request)
+            number = adapter_of(request.sampling_params)
             assert not number or request.request_id in self.places[number], f"{request.request_id} has no place"
         for held in self.waiting.values():
             assert held and held.keys() <= self.scheduler.held.keys(), "a request waits for a place, and is not held"

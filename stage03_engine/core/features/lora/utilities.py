@@ -2,44 +2,47 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stage03_engine.core.features.lora.files import digest_of, read_files
+from stage03_engine.core.features.lora.files import digest_in
 from stage03_engine.core.features.lora.messages import CHANGES, REPORT, Changes
 from stage03_engine.core.features.lora.scheduler_hook import Known, LoRASchedulerHook
 from stage03_engine.core.sched_output import SchedulerOutput
 from stage03_engine.errors import ConfigError, InvalidRequestError
+from stage03_engine.params.lora import check_kinds
 
 if TYPE_CHECKING:
     from stage03_engine.core.engine_core import EngineCore
 
 
-def add_lora(core: EngineCore, name: str, int_id: int, path: str) -> bool:
+def add_lora(core: EngineCore, name: str, int_id: int, path: str, digest: str | None = None) -> bool:
     """Let all workers read an adapter, which requests may name from now on. False if there is one with this number.
 
-    `int_id` is new for each load, also of the same name: blocks of the KV cache are found again under it. Raises InvalidRequestError with the
-    reason, in one line, for one that cannot be read or does not fit.
+    `int_id` is new for each load, also of the same name: blocks of the KV cache are found again under it. `digest` is that of the files as the
+    front end found them; without one it is of those that are there now. Raises InvalidRequestError with the reason, in one line, for one that
+    cannot be read, is no longer the same, or does not fit.
     """
     hook = _hook(core)
+    check_kinds(lora_name=(name, str), lora_int_id=(int_id, int), lora_path=(path, str))
     if int_id < 1:
         raise InvalidRequestError(f"lora_int_id must be at least 1, got {int_id}.")
     if int_id in hook.known:
         return False
     try:
-        digest = digest_of(read_files(Path(path)))
+        digest = digest or digest_in(path)
     except ConfigError as error:
         raise InvalidRequestError(f"adapter {name}: {error}") from error
-    failed = _tell_workers(core, hook, add=[(int_id, name, path)])
+    failed = _tell_workers(core, hook, add=[(int_id, name, path, digest)])
     if int_id in failed:
         raise InvalidRequestError(failed[int_id])
-    hook.known[int_id] = Known(name, path, digest)
+    hook.known[int_id] = Known(name, digest)
     return True
 
 
 def remove_lora(core: EngineCore, int_id: int) -> bool:
     """Forget an adapter. Its unfinished requests go on, and its weights stay until the last of them has ended. False if it is unknown."""
     hook = _hook(core)
+    check_kinds(lora_int_id=(int_id, int))
     if not hook.remove(int_id):
         return False
     _tell_workers(core, hook)
@@ -54,6 +57,7 @@ def list_loras(core: EngineCore) -> list[int]:
 def pin_lora(core: EngineCore, int_id: int) -> bool:
     """Keep an adapter in its place and in memory. False if it is unknown. Raises InvalidRequestError if the others would have no place left."""
     hook = _hook(core)
+    check_kinds(lora_int_id=(int_id, int))
     try:
         pinned = hook.pin(int_id)
     except ConfigError as error:
@@ -73,7 +77,7 @@ def _hook(core: EngineCore) -> LoRASchedulerHook:
 def _tell_workers(
     core: EngineCore,
     hook: LoRASchedulerHook,
-    add: list[tuple[int, str, str]] | None = None,
+    add: list[tuple[int, str, str, str]] | None = None,
     pin: list[int] | None = None,
 ) -> dict[int, str]:
     """A step without requests: so every executor carries it to all of its workers, in order with the others. Returns what failed."""

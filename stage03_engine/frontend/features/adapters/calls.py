@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.features.adapters.registry import Call, KnownAdapter, registry_of, run_blocking
+from stage03_engine.params.lora import check_kinds
 from stage03_engine.plugins import wanted
 
 if TYPE_CHECKING:
@@ -21,13 +22,12 @@ if TYPE_CHECKING:
 async def add_lora(engine: AsyncLLM, lora_request: Any) -> bool:
     """Load an adapter into all engines, for requests that come from now on. False if it is there already. Raises InvalidRequestError."""
     await wanted("engine", "started", "what starts an engine")(engine)
-    registry = registry_of(engine.input_processor)
-    registry.follow(engine.engine_core)
-    return await registry.changing(engine, lambda: _loading(engine, lora_request))
+    return await registry_of(engine.input_processor).changing(engine, lambda: _loading(engine, lora_request))
 
 
 async def remove_lora(engine: AsyncLLM, lora_id: int) -> bool:
     """Unload the adapter with this number; False if there is none. Requests that run with it go on to their end."""
+    check_kinds(lora_id=(lora_id, int))
     registry = registry_of(engine.input_processor)
     adapter = registry.find(lora_id)
     return adapter is not None and await registry.changing(engine, lambda: registry.unloading(adapter))
@@ -41,6 +41,7 @@ async def list_loras(engine: AsyncLLM) -> set[int]:
 
 async def pin_lora(engine: AsyncLLM, lora_id: int) -> bool:
     """Keep the adapter with this number where it is used, whichever others come. False if the engine does not have it."""
+    check_kinds(lora_id=(lora_id, int))
     await wanted("engine", "started", "what starts an engine")(engine)
     return bool(await engine.call("pin_lora", lora_id))
 
@@ -75,7 +76,9 @@ def _enabled(engine: AsyncLLM | LLM) -> bool:
 
 
 def _known(engine: AsyncLLM | LLM, lora_request: Any) -> KnownAdapter | None:
-    """The adapter that is meant, if it is there. Raises InvalidRequestError if another one has its name."""
+    """The adapter that is meant, if it is there. Raises InvalidRequestError if another one has its name, and for what is no LoRARequest."""
+    fields = {"lora_name": str, "lora_int_id": int, "lora_path": str}
+    check_kinds(**{name: (getattr(lora_request, name, None), kind) for name, kind in fields.items()})
     adapter = registry_of(engine.input_processor).known.get(lora_request.lora_name)
     if adapter is None:
         return None

@@ -8,18 +8,21 @@ Results are those of transformers' `generate(num_beams=...)`. vLLM: entrypoints/
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import math
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.tokenizer import Tokenizer
 from stage03_engine.messages import EngineCoreRequest, TokenLogprobs
+from stage03_engine.mixins import load
 from stage03_engine.outputs import CompletionOutput, RequestOutput
+from stage03_engine.plugins import wanted
 from stage03_engine.sampling_params import RequestOutputKind, SamplingParams
 from stagetrace import trace
 
@@ -185,17 +188,24 @@ async def search(
     Closing or cancelling the iterator aborts what runs in the engine. Raises EngineDeadError.
     """
     beams = BeamSearch(request, params, engine.vllm_config.shape.vocab_size)
-    await run_search(beams, lambda each: engine.generate(each, each.sampling_params, each.request_id))
+    with contextlib.ExitStack() as stack:
+        for name in request.sampling_params.hooks("series"):
+            stack.enter_context(load(name)(engine, request))
+        await run_search(beams, lambda each: engine.generate(each, each.sampling_params, each.request_id))
     yield beams.output(prompt, engine.tokenizer)
 
 
-def search_all(llm: LLM, prompts: AnyPrompt | Sequence[AnyPrompt], params: BeamSearchParams) -> list[RequestOutput]:
-    """`LLM.beam_search`: the `beam_width` best sequences for each prompt, the best first; all prompts advance together.
+def search_all(
+    llm: LLM, prompts: AnyPrompt | Sequence[AnyPrompt], params: BeamSearchParams, lora_request: Any = None
+) -> list[RequestOutput]:
+    """`LLM.beam_search`: the `beam_width` best sequences for each prompt, the best first; all prompts advance together. A `lora_request` names
+    the adapter for all, as in `LLM.generate`.
 
     Raises InvalidRequestError before anything runs if a prompt or a setting is impossible.
     """
     batch = llm.as_list(prompts)
-    settings = params.prompt_params()
+    adapter = {} if lora_request is None else wanted("engine", "adapter_of", "an adapter")(llm, lora_request)
+    settings = msgspec.structs.replace(params.prompt_params(), **adapter)
     requests = [llm.input_processor.process_inputs(llm.next_id(), prompt, settings) for prompt in batch]
     searches = [BeamSearch(request, params, llm.vllm_config.shape.vocab_size) for request in requests]
     while open_searches := [beams for beams in searches if not beams.done]:

@@ -120,11 +120,11 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
         if trace.on:
             trace.emit("client.created", kind="DPLBAsyncMPClient", engine_ranks=list(indices))
         for index in indices:
-            self._add(index, self.size)
+            self._add(index, self.size, later=False)
 
-    def _add(self, index: int, size: int) -> Engine:
+    def _add(self, index: int, size: int, later: bool) -> Engine:
         """Start the process of one of `size` engines. Raises OSError, and ConfigError if there is no GPU for it."""
-        engine = self._engines[index] = Engine(index, self._make_engine(share_of(self._config, size), index))
+        engine = self._engines[index] = Engine(index, self._make_engine(share_of(self._config, size, later), index))
         engine.client.start_process()
         return engine
 
@@ -375,7 +375,7 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
 
     async def _start_again(self, engine: Engine) -> None:
         await self._end_engine(engine)
-        engine.client = self._make_engine(share_of(self._config, self.size), engine.index)
+        engine.client = self._make_engine(share_of(self._config, self.size, later=True), engine.index)
         self._now(engine, EngineState.LOADING)
         try:
             engine.client.start_process()
@@ -427,7 +427,7 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
         free = (index for index in itertools.count() if index not in self._engines)
         indices = list(itertools.islice(free, size - self.size))
         try:
-            new = [self._add(index, size) for index in indices]
+            new = [self._add(index, size, later=True) for index in indices]
             self._tell_watchers()
             ready = await _all_of(engine.client.start() for engine in new)
         except BaseException:

@@ -12,6 +12,7 @@ from stage03_engine.frontend.core_client import AsyncEngineCoreClient, AsyncMPCl
 from stage03_engine.frontend.engine_process import EngineProcess
 from stage03_engine.frontend.features.data_parallel.devices import own_devices
 from stage03_engine.messages import EngineCoreOutputs
+from stage03_engine.mixins import each
 from stagetrace import trace
 
 MakeEngine = Callable[[VllmConfig, int], AsyncEngineCoreClient]
@@ -79,12 +80,16 @@ class Engine:
         return self.state in (EngineState.READY, EngineState.DRAINING)
 
 
-def share_of(config: VllmConfig, size: int) -> VllmConfig:
-    """The settings of one of `size` engines. On a CPU it gets its part of this machine's cores and memory."""
+def share_of(config: VllmConfig, size: int, later: bool = False) -> VllmConfig:
+    """The settings of one of `size` engines. On a CPU it gets its part of this machine's cores and memory. `later`: it joins engines that serve
+    already, and features bring it to where these are (`DPLBAsyncMPClient.preparing`)."""
     device, cache, parallel = config.device_config, config.cache_config, config.data_parallel_config
     here = max(1, size - parallel.num_elsewhere)
     cores = (device.num_threads or 1) * parallel.num_local
     shared = replace(device, num_threads=min(device.num_threads or 1, max(1, cores // here)))
     if device.device == "cpu":
         cache = replace(cache, gpu_memory_utilization=cache.gpu_memory_utilization / here)
-    return replace(config, device_config=shared, cache_config=cache)
+    config = replace(config, device_config=shared, cache_config=cache)
+    for change in each(VllmConfig, "of_later_engine") if later else ():
+        config = change(config)
+    return config

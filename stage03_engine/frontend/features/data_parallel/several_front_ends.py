@@ -33,10 +33,10 @@ class LauncherDecides(RestartLimit):
         return may
 
 
-def start_engine(config: VllmConfig, index: int) -> EngineProcess:
-    """The process of one of the engines, with its part of the machine. Raises OSError, and ConfigError if there is no GPU for it."""
+def start_engine(config: VllmConfig, index: int, later: bool) -> EngineProcess:
+    """The process of one of the engines, with its part of the machine; `later`: as in `share_of`. Raises OSError, and ConfigError if there is no GPU for it."""
     with own_devices(config, index):
-        return EngineProcess(share_of(config, config.data_parallel_config.data_parallel_size), index)
+        return EngineProcess(share_of(config, config.data_parallel_config.data_parallel_size, later), index)
 
 
 def make_front_end(config: VllmConfig, link: LauncherLink, make_engine: MakeEngine) -> DPLBAsyncMPClient:

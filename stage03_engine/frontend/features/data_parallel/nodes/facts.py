@@ -16,7 +16,7 @@ from stage03_engine.config import SECTIONS, VllmConfig
 from stage03_engine.model_path import weight_files
 
 EQUAL = (
-    "dtype", "load_format", "hf_overrides", "kv_cache_dtype", "enable_lora", "lora_modules", "max_lora_rank", "lora_dtype", "seed", "max_model_len", "logits_processors", "quantization", "block_size", "batch_invariant", "speculative_config",
+    "dtype", "load_format", "hf_overrides", "kv_cache_dtype", "enable_lora", "lora_modules", "lora_digests", "max_lora_rank", "lora_dtype", "seed", "max_model_len", "logits_processors", "quantization", "block_size", "batch_invariant", "speculative_config",
     "runner_type", "convert_type", "pooler_config", "disable_any_whitespace", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size",
 )  # fmt: skip
 """The settings that are compared, those of features that are installed."""

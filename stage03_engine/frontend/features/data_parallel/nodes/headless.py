@@ -275,7 +275,7 @@ class HeadlessNode:
             if before is not None:
                 before.end()
             with self._starting:
-                share = share_of(self._config, self._parallel.data_parallel_size)
+                share = share_of(self._config, self._parallel.data_parallel_size, later=before is not None)
                 process = launch.spawn(share, launch.engine - self._parallel.first_index)
             self._mail.put(partial(self._bound, launch, *bind_sockets(self._context, process)))
             ready = process.shake_hands()
