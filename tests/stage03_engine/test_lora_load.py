@@ -14,18 +14,21 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 from small_adapters import write_adapter
 from small_gpt2 import first_layers
 
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.core.engine_core_proc import make_core
+from stage03_engine.core.features.cuda_graphs.cuda_graphs import DecodeGraphs
 from stage03_engine.core.features.lora.files import CONFIG, WEIGHTS, read_files
 from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.llm import LLM
 from stage03_engine.messages import EngineCoreRequest, FinishReason
 from stage03_engine.params.structured_outputs import StructuredOutputsParams
 from stage03_engine.sampling_params import SamplingParams
+from stage04_kernels.backends.native import library
 from stagetrace import read_run
 
 SMALL: dict[str, Any] = {
@@ -273,6 +276,36 @@ def test_the_trace_tells_of_places(model: Path, folders: list[Path], tmp_path: P
     assert placed == [("a0", 0, None), ("a1", 0, 1)]
     assert [event.args for event in run.named("lora.dropped")] == [{"id": 1, "adapter": "a0"}]
     assert [event.req for event in run.named("lora.waiting")] == ["r1"]
+
+
+@pytest.mark.skipif(library.problem() is not None, reason=str(library.problem()))
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"dtype": "bfloat16"}, {"lora_dtype": "bfloat16", "linear_backend": "native"}],
+    ids=["float32", "bfloat16", "pairs of another format"],
+)
+def test_recorded_steps_add_what_the_adapters_of_their_rows_do(
+    how: dict[str, Any], model: Path, folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are recorded before any adapter is in its place. The bits are those of steps that are not recorded, whichever rows have which."""
+    replayed, plain_forward = list[bool](), DecodeGraphs.forward
+
+    def forward(graphs: DecodeGraphs, *inputs: Any) -> torch.Tensor:
+        replayed.append(True)
+        return plain_forward(graphs, *inputs)
+
+    monkeypatch.setattr(DecodeGraphs, "forward", forward)
+    found = []
+    for eager in (False, True):
+        settings = SMALL | {"attention_backend": "native", "enforce_eager": eager, "max_loras": 2, "max_cpu_loras": 3}
+        settings |= {"lora_modules": tuple(f"a{number}={folder}" for number, folder in enumerate(folders[:3]))}
+        with LLM(str(model), **settings | how) as llm:
+            common: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "logprobs": 1}
+            names = [None, "a0", "a1", "a2"] * 2
+            params = [SamplingParams(max_tokens=3 + 2 * n, lora=name, **common) for n, name in enumerate(names)]
+            outputs = llm.generate([PROMPTS[number % 4] for number in range(8)], params)
+            found.append([(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs])
+    assert replayed and found[0] == found[1]
 
 
 # Several workers

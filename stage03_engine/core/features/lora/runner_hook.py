@@ -36,25 +36,27 @@ class LoRARunnerHook(RunnerHook):
         super().__init__(runner, config)
         self._rows = Rows()
         self._failed: dict[int, str] = {}  # of this step
+        self._place_of: np.ndarray | None = None  # of the rows of the step, where recorded calls read it
 
     @torch.inference_mode()
     def model_loaded(self, model: LanguageModel) -> LanguageModel:
         """The same model, whose linear layers have places for pairs. The adapters of `--lora-modules` are read. Raises ConfigError."""
         lora, runner = self.config.lora_config, self.runner
         dtype = runner.dtype if lora.lora_dtype == "auto" else getattr(torch, lora.lora_dtype)
-        layers, add = (
-            linear_layers(model, self.config.shape),
-            low_rank_kernel(self.config.device_config.attention_backend),
-        )
+        layers = linear_layers(model, self.config.shape)
+        kernel = low_rank_kernel(self.config.device_config.attention_backend, runner.dtype, dtype)
         options: dict[str, Any] = {"dtype": dtype, "device": runner.device}
         sums = {}
         for name, own in layers.items():
-            sums[name] = LowRankSum(own, self._rows, (lora.max_loras, lora.max_lora_rank), options, add)
+            sums[name] = LowRankSum(own, self._rows, (lora.max_loras, lora.max_lora_rank), options, kernel)
             own.layer.addends.append(sums[name])
         sizes = (lora.max_loras, lora.max_cpu_loras or lora.max_loras, lora.max_lora_rank)
         self.adapters = AdapterPlaces(layers, sums, sizes, dtype, self.config.shape)
         for number, (name, folder) in enumerate(lora.adapters().items(), start=1):
             self.adapters.add(number, name, folder)
+        if kernel.recordable:  # until the first step; what is recorded meanwhile reads `place_of` when it is replayed
+            self._place_of = np.full(self.config.scheduler_config.max_num_batched_tokens, NO_PLACE, dtype=np.int64)
+            self._rows.groups, self._rows.recorded = RowGroups.of(self._place_of), True
         return model
 
     def received(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
@@ -76,14 +78,20 @@ class LoRARunnerHook(RunnerHook):
         batch, counts = self.runner.batch, scheduler_output.num_scheduled_tokens
         numbers = [_adapter(batch.requests[batch.row_of[request_id]].sampling_params) for request_id in counts]
         used = dict.fromkeys(number for number in numbers if number)
-        self._rows.groups = None
+        self._rows.groups, self._rows.recorded = None, False
+        if self._place_of is not None:
+            self._place_of.fill(NO_PLACE)
         if not used:
             return
-        inputs.replayable = False
+        inputs.replayable = self._place_of is not None
         in_batch = {_adapter(request.sampling_params) for request in batch.requests}
         self._failed |= self.adapters.ensure(used, in_batch)
         places = [self.adapters.places.get(number, NO_PLACE) if number else NO_PLACE for number in numbers]
-        self._rows.groups = RowGroups.of(np.repeat(places, list(counts.values())), self.runner.device)
+        place_of = np.repeat(places, list(counts.values()))
+        if self._place_of is not None:
+            self._place_of[: len(place_of)] = place_of
+            place_of = self._place_of[: len(place_of)]
+        self._rows.groups = RowGroups.of(place_of, self.runner.device)
         if trace.on:
             names, rows_of = self._names(), dict[str, int]()
             for number, count in zip(numbers, counts.values(), strict=True):
