@@ -13,11 +13,13 @@ from stage04_kernels.backends.native import library
 from stage04_kernels.features.lora import (
     NO_PLACE,
     AddLowRank,
+    LowRankKernel,
     RowGroups,
     add_low_rank,
     add_low_rank_reference,
     low_rank_kernel,
 )
+from stage04_kernels.lab import check_lora
 from stage04_kernels.lab.tolerances import TOLERANCES
 from stage04_kernels.triton_kernels.lora import add_low_rank_triton
 
@@ -181,3 +183,13 @@ def test_places_are_empty_and_look_the_same_however_they_lie(backend: str) -> No
     assert (a.shape, b.shape) == ((3, 4, 5), (3, 6, 4))
     assert not a.any() and not b.any()
     assert b.is_contiguous() == (low_rank_kernel(backend).outputs_last is False)
+
+
+def test_the_check_command_sees_a_wrong_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    def twice_the_scale(y: Tensor, x: Tensor, a: Tensor, b: Tensor, groups: RowGroups) -> Tensor:
+        return add_low_rank(y, x, a, 2 * b, groups)
+
+    assert all(row.ok and row.cases for row in check_lora.check_low_rank(0))
+    monkeypatch.setattr(check_lora, "low_rank_kernel", lambda *formats: LowRankKernel(twice_the_scale))
+    rows = list(check_lora.check_low_rank(0))
+    assert {row.ok for row in rows if "nobody" not in row.what} == {False}
