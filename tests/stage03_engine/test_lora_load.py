@@ -16,6 +16,7 @@ import psutil
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
+from safetensors.torch import load_file, save_file
 from small_adapters import write_adapter
 from small_gpt2 import first_layers
 
@@ -310,15 +311,29 @@ def test_recorded_steps_add_what_the_adapters_of_their_rows_do(
 
 # Several workers
 
-TWO: dict[str, Any] = {"tensor_parallel_size": 2, "max_loras": 2, "check_invariants": False}
+
+def break_pair(folder: Path, layer: str) -> None:
+    """Remove one of its two tensors."""
+    tensors = load_file(folder / WEIGHTS)
+    del tensors[f"base_model.model.transformer.{layer}.lora_B.weight"]
+    save_file(tensors, folder / WEIGHTS)
 
 
-def test_slices_of_two_workers_make_the_same_tokens(
-    model: Path, folders: list[Path], alone: dict[Any, list[int]], tmp_path: Path
+SEVERAL: dict[str, dict[str, Any]] = {
+    "two slices": {"tensor_parallel_size": 2},
+    "two stages": {"pipeline_parallel_size": 2},
+    "both": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+}
+
+
+@pytest.mark.parametrize("how", SEVERAL.values(), ids=SEVERAL)
+def test_several_workers_make_the_same_tokens(
+    how: dict[str, Any], model: Path, folders: list[Path], alone: dict[Any, list[int]], tmp_path: Path
 ) -> None:
-    """And what one worker cannot read, none of them uses."""
+    """Slices of layers, and stages with some of the layers. What one worker cannot read, none of them uses, and all say why."""
     folder = Path(shutil.copytree(folders[0], tmp_path / "adapter"))
-    with running(model, **TWO) as core:
+    chunks = {"max_num_batched_tokens": 16, "max_num_seqs": 8, "enable_prefix_caching": False}
+    with running(model, **how, **chunks, max_loras=2, check_invariants=False) as core:
         numbers = [core.load(folder), *map(core.load, folders[1:])]
         for prompt in range(len(PROMPTS)):
             for number, adapter in enumerate([0, *numbers]):
@@ -328,6 +343,15 @@ def test_slices_of_two_workers_make_the_same_tokens(
         assert core.core.call("remove_lora", numbers[3]) is True
         with pytest.raises(InvalidRequestError, match="adapter mine: cannot read"):
             core.load(tmp_path)
+        for layer in (0, 1):  # of which a stage has one
+            other = Path(shutil.copytree(folders[3], tmp_path / f"broken {layer}"))
+            break_pair(other, f"h.{layer}.attn.c_attn")
+            core.ask(f"meanwhile {layer}", numbers[1])  # stages have several chunks of it in flight
+            core.step()
+            with pytest.raises(InvalidRequestError, match=rf"adapter mine: lora_B of h.{layer}.attn.c_attn is missing"):
+                core.load(other)
+            core.run()
+            assert core.tokens[f"meanwhile {layer}"] == alone[1, 0, "greedy"]
         shutil.rmtree(folder)
         core.ask("gone", numbers[0])
         core.run()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from stage03_engine.core.features.lora.adapter import Adapter, Pair, read_adapter
-from stage03_engine.core.features.lora.slices import Sliced, all_workers_say
+from stage03_engine.core.features.lora.slices import Sliced, first_error
 from stage03_engine.errors import ConfigError
 from stage03_engine.model_shape import ModelShape
 from stage04_kernels.features.lora import LowRankKernel, RowGroups
@@ -158,15 +158,14 @@ class AdapterPlaces:
         """Raises ConfigError if any of the workers cannot; so all of them have it, or none."""
         started, adapter, error = time.monotonic(), None, None
         try:
-            adapter = read_adapter(name, Path(folder), self._layers, self._max_rank, self._dtype)
+            adapter = read_adapter(name, Path(folder), self._layers, self._max_rank, self._dtype, self._shape)
             if digest not in (None, adapter.digest):
                 raise ConfigError(f"adapter {name}: the files in {folder} are no longer those that were loaded")
         except ConfigError as caught:
             error = caught
-        if all_workers_say(error is not None, self._shape) and error is None:
-            error = ConfigError(f"adapter {name}: another worker could not read it")
-        if error is not None or adapter is None:
-            raise error or AssertionError
+        failed = first_error(None if error is None else str(error), self._shape)
+        if failed is not None or adapter is None:
+            raise ConfigError(failed) from error
         if trace.on:
             trace.emit(
                 "lora.loaded", id=number, adapter=name, rank=adapter.rank, layers=len(adapter.pairs), bytes=adapter.num_bytes,

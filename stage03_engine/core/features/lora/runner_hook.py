@@ -18,13 +18,8 @@ from stage03_engine.core.model_runner import ModelRunner
 from stage03_engine.core.models.layers import LanguageModel
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
 from stage03_engine.errors import ConfigError
-from stage03_engine.sampling_params import SamplingParams
 from stage04_kernels.features.lora import NO_PLACE, RowGroups, low_rank_kernel
 from stagetrace import trace
-
-
-def _adapter(params: SamplingParams) -> int:
-    return 0 if params.lora is None else params.lora_int_id
 
 
 class LoRARunnerHook(RunnerHook):
@@ -35,6 +30,8 @@ class LoRARunnerHook(RunnerHook):
     def __init__(self, runner: ModelRunner, config: VllmConfig) -> None:
         super().__init__(runner, config)
         self._rows = Rows()
+        # Request -> its adapter's number and name. In a pipeline, the batch of most stages has plain settings only.
+        self._adapter_of: dict[str, tuple[int, str]] = {}
         self._failed: dict[int, str] = {}  # of this step
         self._place_of: np.ndarray | None = None  # of the rows of the step, where recorded calls read it
 
@@ -60,7 +57,12 @@ class LoRARunnerHook(RunnerHook):
         return model
 
     def received(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
-        """Adapters come and go."""
+        """Adapters come and go, and the requests that have one."""
+        for request_id in (*scheduler_output.finished_req_ids, *scheduler_output.preempted_req_ids):
+            self._adapter_of.pop(request_id, None)
+        for new in scheduler_output.scheduled_new_reqs:
+            if (name := new.sampling_params.lora) is not None:
+                self._adapter_of[new.request_id] = new.sampling_params.lora_int_id, name
         changes = CHANGES.of(scheduler_output.extras)
         if changes is not None:
             for number in changes.remove:
@@ -75,8 +77,8 @@ class LoRARunnerHook(RunnerHook):
 
     def prepared(self, inputs: StepInputs, scheduler_output: SchedulerOutput) -> None:
         """Bring the step's adapters into their places, and note which rows use them."""
-        batch, counts = self.runner.batch, scheduler_output.num_scheduled_tokens
-        numbers = [_adapter(batch.requests[batch.row_of[request_id]].sampling_params) for request_id in counts]
+        counts = scheduler_output.num_scheduled_tokens
+        numbers = [self._adapter_of[request_id][0] if request_id in self._adapter_of else 0 for request_id in counts]
         used = dict.fromkeys(number for number in numbers if number)
         self._rows.groups, self._rows.recorded = None, False
         if self._place_of is not None:
@@ -84,7 +86,7 @@ class LoRARunnerHook(RunnerHook):
         if not used:
             return
         inputs.replayable = self._place_of is not None
-        in_batch = {_adapter(request.sampling_params) for request in batch.requests}
+        in_batch = {number for number, _ in self._adapter_of.values()}
         self._failed |= self.adapters.ensure(used, in_batch)
         places = [self.adapters.places.get(number, NO_PLACE) if number else NO_PLACE for number in numbers]
         place_of = np.repeat(places, list(counts.values()))
@@ -93,15 +95,11 @@ class LoRARunnerHook(RunnerHook):
             place_of = self._place_of[: len(place_of)]
         self._rows.groups = RowGroups.of(place_of, self.runner.device)
         if trace.on:
-            names, rows_of = self._names(), dict[str, int]()
+            names, rows_of = dict(self._adapter_of.values()), dict[str, int]()
             for number, count in zip(numbers, counts.values(), strict=True):
                 if number:
                     rows_of[names[number]] = rows_of.get(names[number], 0) + count
             trace.emit("lora.rows", step=scheduler_output.step, rows=rows_of)
-
-    def _names(self) -> dict[int, str]:
-        requests = self.runner.batch.requests
-        return {_adapter(each.sampling_params): each.sampling_params.lora or "" for each in requests}
 
     def after_forward(self, hidden: Tensor, inputs: StepInputs, scheduler_output: SchedulerOutput) -> bool:
         """The step is over; whatever else runs the model means the base model."""
