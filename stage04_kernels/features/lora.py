@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stage04_kernels.attention import load
+
 NO_PLACE = -1
 TILE_ROWS = 16  # of one tile of `RowGroups.tiles`: as many as a matrix unit takes at least
 
@@ -69,6 +71,11 @@ class RowGroups:
         return torch.tensor(self.places).to(self.device), torch.from_numpy(np.stack(rows_of)).to(self.device)
 
     @cached_property
+    def address(self) -> int:
+        """Where `place_of` lies in memory. What reads it there sees what it holds by then."""
+        return self.place_of.ctypes.data
+
+    @cached_property
     def tiles(self) -> tuple[Tensor, Tensor]:
         """The same for a kernel whose programs take TILE_ROWS rows of one place each: the place of each tile [num_tiles] int32, and
         its rows [num_tiles, TILE_ROWS] int32, -1 where it has fewer."""
@@ -113,12 +120,37 @@ def add_low_rank(y: Tensor, x: Tensor, a: Tensor, b: Tensor, groups: RowGroups) 
     return y
 
 
-def low_rank_kernel(backend: str) -> AddLowRank:
-    """The `add_low_rank` of an attention backend: with Triton's go Triton's own, with all others torch's."""
+@dataclass(frozen=True)
+class LowRankKernel:
+    """A way to add low-rank sums."""
+
+    add: AddLowRank
+    outputs_last: bool = False  # B is read as [num_places, rank, out_features]
+    recordable: bool = False  # a recorded call may be replayed for other rows: it reads `RowGroups.place_of` again
+
+    def places(
+        self, num_places: int, rank: int, sizes: tuple[int, int], dtype: torch.dtype, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """Empty places for pairs, laid out as `add` reads them: a [num_places, rank, in_features], b [num_places, out_features, rank].
+
+        sizes: (in_features, out_features)
+        """
+        a, b = (torch.zeros(num_places, rank, size, dtype=dtype, device=device) for size in sizes)
+        return a, b.transpose(1, 2) if self.outputs_last else b.transpose(1, 2).contiguous()
+
+
+def low_rank_kernel(backend: str, *formats: torch.dtype) -> LowRankKernel:
+    """That of an attention backend, for rows and pairs of these number formats: with Triton go Triton's own, with native those of native.cpp if
+    they know the formats, with all others torch's."""
     if backend.startswith("triton"):
         if backend == "triton-interpret":
             import stage04_kernels.triton_kernels.interpreted  # noqa: F401 - before Triton itself
         from stage04_kernels.triton_kernels.lora import add_low_rank_triton
 
-        return add_low_rank_triton
-    return add_low_rank
+        return LowRankKernel(add_low_rank_triton)
+    if backend == "native" and load("stage04_kernels.backends.native.library:problem")() is None:
+        from stage04_kernels.backends.native.lora import PAIRS, add_low_rank_native
+
+        if all(each in PAIRS for each in formats):
+            return LowRankKernel(add_low_rank_native, outputs_last=True, recordable=True)
+    return LowRankKernel(add_low_rank)

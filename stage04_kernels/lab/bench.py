@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stage04_kernels.features.lora import RowGroups, low_rank_kernel
 from stage04_kernels.lab.cases import AttentionCase, make_attention_case
 from stage04_kernels.lab.roofline import attention_work
 from stage04_kernels.layers import TORCH
@@ -140,6 +141,24 @@ def _bench_cpu_rows() -> Iterator[Measured]:
     yield Measured("cpu: layer norm of a sum, 32 x 768", seconds, "torch", plain / seconds)
     seconds, plain = timed_cpu([partial(each.gelu, wide) for each in both], 100)
     yield Measured("cpu: gelu, 32 x 3,072", seconds, "torch", plain / seconds)
+    yield from _bench_cpu_adapters()
+
+
+def _bench_cpu_adapters() -> Iterator[Measured]:
+    """One layer of GPT-2 (768 -> 2,304), pairs of rank 16: what its adapters add to the rows of a step."""
+    sizes = (768, 2304)
+    for name, place_of in (
+        ("8 decodes, 1 adapter", [0] * 8), ("8 decodes, 8 adapters", list(range(8))), ("prompt of 256, 1 adapter", [0] * 256)
+    ):  # fmt: skip
+        for dtype, suffix in ((torch.float32, ""), (torch.bfloat16, ", bf16")):
+            groups, calls = RowGroups.of(place_of), list[Call]()
+            for backend in ("native", "torch"):
+                kernel = low_rank_kernel(backend, dtype)
+                a, b = kernel.places(8, 16, sizes, dtype, torch.device("cpu"))
+                x, y = (torch.randn(len(place_of), size).to(dtype) for size in sizes)
+                calls.append(partial(kernel.add, y, x, a.normal_(), b.normal_(), groups))
+            seconds, plain = timed_cpu(calls, 30)
+            yield Measured(f"cpu: adapters, {name}{suffix}", seconds, "torch", plain / seconds)
 
 
 def copy_rate(num_bytes: int = 1 << 31) -> float:

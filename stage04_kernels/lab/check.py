@@ -1,7 +1,7 @@
 """`python -m stage04_kernels check`: every fast path against its slow twin, as a table. vLLM does this in tests/kernels.
 
 Each check takes a seed and yields rows of the table. The error of a row is its largest absolute difference. The checks of
-the sampler and of what comes before it are in check_sampling.py.
+the sampler and of what comes before it are in check_sampling.py, those of adapters in check_lora.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from stage04_kernels.attention import BACKENDS, get_backend
 from stage04_kernels.backends.native import library
 from stage04_kernels.backends.reference import write_kv_reference
 from stage04_kernels.features import rope
-from stage04_kernels.lab import check_sampling, check_triton, layers_reference
+from stage04_kernels.lab import check_lora, check_sampling, check_triton, layers_reference
 from stage04_kernels.lab.cases import make_attention_case
 from stage04_kernels.lab.check_row import NUM_SEEDS, Row
 from stage04_kernels.lab.tolerances import EXACT, TOLERANCES
@@ -113,6 +113,7 @@ CHECKS: dict[str, list[Callable[[int], Iterator[Row]]]] = {
         check_sampling.check_distribution,
         check_sampling.check_rejection,
     ],
+    "adapters": [check_lora.check_low_rank],
     "triton": check_triton.CHECKS,
 }
 """Part of the table -> its checks."""

@@ -29,7 +29,7 @@ class Check:
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         """Its flags."""
         parser.add_argument("--seed", type=seed_number, default=0, help="seed of the random cases (default 0)")
-        parser.add_argument("--only", action="append", choices=("attention", "layers", "sampling", "triton"),
+        parser.add_argument("--only", action="append", choices=("attention", "layers", "sampling", "adapters", "triton"),
                             help="a part of the table; may be repeated")  # fmt: skip
         parser.add_argument("--trace", metavar="DIR", help="folder to write a trace file to")
         parser.add_argument(

@@ -14,18 +14,22 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
+from safetensors.torch import load_file, save_file
 from small_adapters import write_adapter
 from small_gpt2 import first_layers
 
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.core.engine_core_proc import make_core
+from stage03_engine.core.features.cuda_graphs.cuda_graphs import DecodeGraphs
 from stage03_engine.core.features.lora.files import CONFIG, WEIGHTS, digest_in, digest_of, read_files
 from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.llm import LLM
 from stage03_engine.messages import EngineCoreRequest, FinishReason
 from stage03_engine.params.structured_outputs import StructuredOutputsParams
 from stage03_engine.sampling_params import SamplingParams
+from stage04_kernels.backends.native import library
 from stagetrace import read_run
 
 SMALL: dict[str, Any] = {
@@ -275,17 +279,61 @@ def test_the_trace_tells_of_places(model: Path, folders: list[Path], tmp_path: P
     assert [event.req for event in run.named("lora.waiting")] == ["r1"]
 
 
+@pytest.mark.skipif(library.problem() is not None, reason=str(library.problem()))
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"dtype": "bfloat16"}, {"lora_dtype": "bfloat16", "linear_backend": "native"}],
+    ids=["float32", "bfloat16", "pairs of another format"],
+)
+def test_recorded_steps_add_what_the_adapters_of_their_rows_do(
+    how: dict[str, Any], model: Path, folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are recorded before any adapter is in its place. The bits are those of steps that are not recorded, whichever rows have which."""
+    replayed, plain_forward = list[bool](), DecodeGraphs.forward
+
+    def forward(graphs: DecodeGraphs, *inputs: Any) -> torch.Tensor:
+        replayed.append(True)
+        return plain_forward(graphs, *inputs)
+
+    monkeypatch.setattr(DecodeGraphs, "forward", forward)
+    found = []
+    for eager in (False, True):
+        settings = SMALL | {"attention_backend": "native", "enforce_eager": eager, "max_loras": 2, "max_cpu_loras": 3}
+        settings |= {"lora_modules": tuple(f"a{number}={folder}" for number, folder in enumerate(folders[:3]))}
+        with LLM(str(model), **settings | how) as llm:
+            common: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "logprobs": 1}
+            names = [None, "a0", "a1", "a2"] * 2
+            params = [SamplingParams(max_tokens=3 + 2 * n, lora=name, **common) for n, name in enumerate(names)]
+            outputs = llm.generate([PROMPTS[number % 4] for number in range(8)], params)
+            found.append([(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs])
+    assert replayed and found[0] == found[1]
+
+
 # Several workers
 
-TWO: dict[str, Any] = {"tensor_parallel_size": 2, "max_loras": 2, "check_invariants": False}
+
+def break_pair(folder: Path, layer: str) -> None:
+    """Remove one of its two tensors."""
+    tensors = load_file(folder / WEIGHTS)
+    del tensors[f"base_model.model.transformer.{layer}.lora_B.weight"]
+    save_file(tensors, folder / WEIGHTS)
 
 
-def test_slices_of_two_workers_make_the_same_tokens(
-    model: Path, folders: list[Path], alone: dict[Any, list[int]], tmp_path: Path
+SEVERAL: dict[str, dict[str, Any]] = {
+    "two slices": {"tensor_parallel_size": 2},
+    "two stages": {"pipeline_parallel_size": 2},
+    "both": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+}
+
+
+@pytest.mark.parametrize("how", SEVERAL.values(), ids=SEVERAL)
+def test_several_workers_make_the_same_tokens(
+    how: dict[str, Any], model: Path, folders: list[Path], alone: dict[Any, list[int]], tmp_path: Path
 ) -> None:
-    """And what one worker cannot read, none of them uses."""
+    """Slices of layers, and stages with some of the layers. What one worker cannot read, none of them uses, and all say why."""
     folder = Path(shutil.copytree(folders[0], tmp_path / "adapter"))
-    with running(model, **TWO) as core:
+    chunks = {"max_num_batched_tokens": 16, "max_num_seqs": 8, "enable_prefix_caching": False}
+    with running(model, **how, **chunks, max_loras=2, check_invariants=False) as core:
         numbers = [core.load(folder), *map(core.load, folders[1:])]
         for prompt in range(len(PROMPTS)):
             for number, adapter in enumerate([0, *numbers]):
@@ -295,6 +343,15 @@ def test_slices_of_two_workers_make_the_same_tokens(
         assert core.core.call("remove_lora", numbers[3]) is True
         with pytest.raises(InvalidRequestError, match="adapter mine: cannot read"):
             core.load(tmp_path)
+        for layer in (0, 1):  # of which a stage has one
+            other = Path(shutil.copytree(folders[3], tmp_path / f"broken {layer}"))
+            break_pair(other, f"h.{layer}.attn.c_attn")
+            core.ask(f"meanwhile {layer}", numbers[1])  # stages have several chunks of it in flight
+            core.step()
+            with pytest.raises(InvalidRequestError, match=rf"adapter mine: lora_B of h.{layer}.attn.c_attn is missing"):
+                core.load(other)
+            core.run()
+            assert core.tokens[f"meanwhile {layer}"] == alone[1, 0, "greedy"]
         shutil.rmtree(folder)
         core.ask("gone", numbers[0])
         core.run()

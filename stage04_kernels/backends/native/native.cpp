@@ -1161,6 +1161,170 @@ LAYERS(float, float32)
 LAYERS(bfloat16, bfloat16)
 }
 
+// Low-rank sums of several adapters
+//
+// y[r] += B[place of r] (A[place of r] x[r]). A lies as [places, rank, inputs] and B as [places, rank, outputs], so both are read from one end to
+// the other. Rows of one place go together, a few at a time: a pair is read once for them.
+//
+// A number of the middle is V sums, each a chain in the order of k, and these are added up in pairs; one of the result is a chain in the order of the
+// rank. What stands beside it plays no part: so here too a row's result does not depend on its neighbours. For that each step must be rounded
+// alike. Left to itself GCC multiplies and adds in one instruction where it sees many chains, and in two where it sees one (on Zen, where
+// one chain is faster so).
+
+constexpr int TOGETHER = MR / 2;  // rows; with RANKS or VECTORS sums each they fill the registers
+constexpr int RANKS = 4, VECTORS = 4, CHUNK_OUTPUTS = 512;
+
+typedef uint16_t halves __attribute__((vector_size(V * 2)));
+
+static inline floats load(const bfloat16* x) {
+  halves narrow;
+  std::memcpy(&narrow, x, sizeof narrow);
+  return (floats)(__builtin_convertvector(narrow, ints) << 16);
+}
+
+static inline void store(bfloat16* to, floats x) {
+  const halves narrow = __builtin_convertvector((ints)to_bfloat16(x) >> 16 & 0xffff, halves);
+  std::memcpy(to, &narrow, sizeof narrow);
+}
+
+static inline floats fused(floats sum, floats x, floats y) {  // sum + x * y, rounded once where the processor can
+#if defined(__AVX512F__)
+  return (floats)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)sum);
+#elif defined(__FMA__)
+  return (floats)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)sum);
+#elif defined(__aarch64__)
+  return (floats)vfmaq_f32((float32x4_t)sum, (float32x4_t)x, (float32x4_t)y);
+#else
+  return sum + x * y;
+#endif
+}
+
+struct Whole {  // how a vector is read and written: all of it
+  template <class T> floats from(const T* x) const { return load(x); }
+  template <class T> void to(T* out, floats x) const { store(out, x); }
+};
+
+struct Part {  // its first numbers; zeros stand for the rest
+  long count;
+  template <class T> floats from(const T* x) const {
+    T some[V] = {};
+    std::copy_n(x, count, some);
+    return load(some);
+  }
+  template <class T> void to(T* out, floats x) const {
+    T some[V];
+    store(some, x);
+    std::copy_n(some, count, out);
+  }
+};
+
+// hidden[m, j] = x[m] . a[j] for M rows and J numbers of the rank.
+template <int M, int J, class X, class T>
+static inline void shrink(const X* const* x, const T* a, long inputs, float* hidden, long rank) {
+  floats sum[M][J] = {};
+  const auto step = [&](long k, auto vector) {
+    floats weights[J];
+    for (int j = 0; j < J; j++) weights[j] = vector.from(a + j * inputs + k);
+    for (int m = 0; m < M; m++) {
+      const floats input = vector.from(x[m] + k);
+      for (int j = 0; j < J; j++) sum[m][j] = fused(sum[m][j], input, weights[j]);
+    }
+  };
+  long k = 0;
+  for (; k + V <= inputs; k += V) step(k, Whole());
+  if (k < inputs) step(k, Part{inputs - k});
+  for (int m = 0; m < M; m++)
+    for (int j = 0; j < J; j++) {
+      floats total = sum[m][j];
+      for (int half = V / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) total[i] += total[i + half];
+      hidden[m * rank + j] = total[0];
+    }
+}
+
+// y[m, o] += hidden[m] . b[:, o] for M rows and P vectors of outputs.
+template <int M, int P, class X, class T, class Vector>
+static inline void expand(const float* hidden, long rank, const T* b, long outputs, X* const* y, long at, Vector vector) {
+  floats sum[M][P] = {};
+  for (long j = 0; j < rank; j++) {
+    floats weights[P];
+    for (int p = 0; p < P; p++) weights[p] = vector.from(b + j * outputs + at + p * V);
+    for (int m = 0; m < M; m++)
+      for (int p = 0; p < P; p++) sum[m][p] = fused(sum[m][p], floats{} + hidden[m * rank + j], weights[p]);
+  }
+  for (int m = 0; m < M; m++)
+    for (int p = 0; p < P; p++) vector.to(y[m] + at + p * V, vector.from(y[m] + at + p * V) + sum[m][p]);
+}
+
+// Calls use(std::integral_constant<int, rows>()) for a number of rows that is only known now, 1 to M.
+template <int M = TOGETHER, class Use> static inline void with_rows(int rows, Use use) {
+  if constexpr (M > 1)
+    if (rows < M) return with_rows<M - 1>(rows, use);
+  use(std::integral_constant<int, M>());
+}
+
+template <class X, class T>
+static void low_rank(
+    X* y, const X* x, const T* a, const T* b, const int64_t* places, long rows, long inputs, long outputs, long rank, int threads
+) {
+  std::vector<long> order;  // the rows that have a place, those of one place side by side
+  for (long r = 0; r < rows; r++)
+    if (places[r] >= 0) order.push_back(r);
+  if (order.empty()) return;
+  std::stable_sort(order.begin(), order.end(), [&](long one, long other) { return places[one] < places[other]; });
+  std::vector<long> tiles;  // where in `order` each begins
+  for (long at = 0, count = order.size(); at < count; at++)
+    if (!at || places[order[at]] != places[order[at - 1]] || at - tiles.back() == TOGETHER) tiles.push_back(at);
+  const long num_tiles = tiles.size(), num_parts = (rank + RANKS - 1) / RANKS, num_chunks = (outputs + CHUNK_OUTPUTS - 1) / CHUNK_OUTPUTS;
+  tiles.push_back(order.size());
+  std::vector<float> middle(order.size() * rank);
+  const bool few = long(order.size()) * rank * (inputs + outputs) < 1 << 16;
+#pragma omp parallel num_threads(few ? 1 : threads)
+  {
+#pragma omp for schedule(static)
+    for (long item = 0; item < num_tiles * num_parts; item++) {
+      const long tile = item / num_parts, first = item % num_parts * RANKS, begin = tiles[tile];
+      const X* inputs_of[TOGETHER];
+      for (long i = begin; i < tiles[tile + 1]; i++) inputs_of[i - begin] = x + order[i] * inputs;
+      const T* own = a + (places[order[begin]] * rank + first) * inputs;
+      float* to = middle.data() + begin * rank + first;
+      with_rows(tiles[tile + 1] - begin, [&](auto count) {
+        if (first + RANKS <= rank)
+          shrink<count, RANKS>(inputs_of, own, inputs, to, rank);
+        else
+          for (long j = 0; j < rank - first; j++) shrink<count, 1>(inputs_of, own + j * inputs, inputs, to + j, rank);
+      });
+    }
+#pragma omp for schedule(static)
+    for (long item = 0; item < num_tiles * num_chunks; item++) {
+      const long tile = item / num_chunks, first = item % num_chunks * CHUNK_OUTPUTS, begin = tiles[tile];
+      const long end = std::min(outputs, first + CHUNK_OUTPUTS);
+      X* outputs_of[TOGETHER];
+      for (long i = begin; i < tiles[tile + 1]; i++) outputs_of[i - begin] = y + order[i] * outputs;
+      const T* own = b + places[order[begin]] * rank * outputs;
+      const float* from = middle.data() + begin * rank;
+      with_rows(tiles[tile + 1] - begin, [&](auto count) {
+        long at = first;
+        for (; at + VECTORS * V <= end; at += VECTORS * V) expand<count, VECTORS>(from, rank, own, outputs, outputs_of, at, Whole());
+        for (; at + V <= end; at += V) expand<count, 1>(from, rank, own, outputs, outputs_of, at, Whole());
+        if (at < end) expand<count, 1>(from, rank, own, outputs, outputs_of, at, Part{end - at});
+      });
+    }
+  }
+}
+
+extern "C" {
+#define LOW_RANK(X, T, NAME) \
+  void low_rank_##NAME(X* y, const X* x, const T* a, const T* b, const int64_t* places, long rows, long inputs, long outputs, \
+                       long rank, int threads) { \
+    low_rank(y, x, a, b, places, rows, inputs, outputs, rank, threads); \
+  }
+LOW_RANK(float, float, float32)
+LOW_RANK(float, bfloat16, bfloat16)
+LOW_RANK(bfloat16, float, float32_bf16)
+LOW_RANK(bfloat16, bfloat16, bfloat16_bf16)
+}
+
 // Draws
 //
 // Token t of a row arrives after noise[t] / weight[t], and the first one wins: sampler.py explains the race. The noise is counter-based
@@ -1280,6 +1444,9 @@ RECORDABLE(attention_codes)
 RECORDABLE_BOTH(norm)
 RECORDABLE_BOTH(gelu)
 RECORDABLE_BOTH(silu_and_mul)
+RECORDABLE_BOTH(low_rank)
+RECORDABLE(low_rank_float32_bf16)
+RECORDABLE(low_rank_bfloat16_bf16)
 
 void replay(const Call* calls, long count) {
   for (long i = 0; i < count; i++) calls[i].function(calls[i].slots);

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import suppress
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.engine_core import EngineCore
@@ -38,6 +38,7 @@ class PipelineEngineCore(EngineCore):
         self._max_in_flight = config.parallel_config.pipeline_parallel_size
         self._steps = cast(StepsInFlight, self.executor)
         self._in_flight: deque[SchedulerOutput] = deque()
+        self._arrived: deque[ModelRunnerOutput] = deque()  # outputs of the oldest of them
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -63,7 +64,14 @@ class PipelineEngineCore(EngineCore):
     def _finish(self, ended: list[EngineCoreOutput]) -> EngineCoreOutputs:
         """The end of the oldest step in flight."""
         output = self._in_flight.popleft()
-        return self._end(output, self._steps.finish_step(), ended)
+        return self._end(output, self._arrived.popleft() if self._arrived else self._steps.finish_step(), ended)
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Call a feature's function by name, once the outputs of all steps in flight are there: what it has the workers do comes behind these, and
+        the answer is its own."""
+        while len(self._arrived) < len(self._in_flight):
+            self._arrived.append(self._steps.finish_step())
+        return super().call(method, *args)
 
     def shutdown(self) -> None:
         """Finish the steps in flight, so that a recording has no half steps, and release everything."""

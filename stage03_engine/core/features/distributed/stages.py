@@ -87,6 +87,12 @@ def local_name(name: str, shape: ModelShape, own: Ranks) -> str | None:
     return name if has_part(part, shape, own) else None
 
 
+def whole_name(name: str, shape: ModelShape, own: Ranks) -> str:
+    """The other way round: the name in the whole model of what is called `name` in this worker's stage."""
+    match = _LAYER.fullmatch(name)
+    return f"{match[1]}{int(match[2]) + layer_range(shape, own).start}{match[3]}" if match else name
+
+
 def has_part(part: str, shape: ModelShape, own: Ranks) -> bool:
     """Does this worker's stage have this part of the model? (Not for layers.)"""
     if part in TIED and shape.tie_word_embeddings and own.is_last_stage:

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from stage03_engine.core.features.lora.config_file import parse_config
 from stage03_engine.core.features.lora.files import WEIGHTS, digest_of, read_files
-from stage03_engine.core.features.lora.slices import Sliced
+from stage03_engine.core.features.lora.slices import Sliced, is_elsewhere
 from stage03_engine.core.models.layers import check_finite
 from stage03_engine.errors import ConfigError
+from stage03_engine.model_shape import ModelShape
 
 TENSOR = re.compile(r"base_model\.model\.(?:transformer\.|model\.)?(.+)\.lora_([AB])\.weight")
 
@@ -49,15 +50,22 @@ class Adapter:
         return sum(pair.a.nbytes + pair.b.nbytes for pair in self.pairs.values())
 
 
-def read_adapter(name: str, folder: Path, layers: Mapping[str, Sliced], max_rank: int, dtype: torch.dtype) -> Adapter:
-    """An adapter in CPU memory; of several workers each keeps its slices. Raises ConfigError, with the adapter's name, for one that is not
-    whole, does not fit these layers, or asks for what is not built."""
+def read_adapter(
+    name: str, folder: Path, layers: Mapping[str, Sliced], max_rank: int, dtype: torch.dtype, shape: ModelShape
+) -> Adapter:
+    """An adapter in CPU memory; of several workers each keeps its slices, of its own layers. Raises ConfigError, with the adapter's name, for one
+    that is not whole, does not fit these layers, or asks for what is not built.
+
+    shape: of this worker's part of the model
+    """
     config: dict[str, Any] = {}
     try:
         files = read_files(folder)
         config = parse_config(files[0])
         rank, scale = _rank_and_scale(config, max_rank)
         found = _read_tensors(files[1])
+        _check_any(found)
+        found = {layer: parts for layer, parts in found.items() if layer in layers or not is_elsewhere(layer, shape)}
         _check_whole(config, found, layers)
         pairs = {}
         for layer, parts in found.items():
@@ -77,10 +85,13 @@ def _made_for(config: dict[str, Any], error: ConfigError) -> str:
     return "" if fits or not isinstance(base, str) or not base else f" (it says that it was made for {base[:100]!r})"
 
 
-def _check_whole(config: dict[str, Any], found: dict[str, dict[str, Tensor]], layers: Mapping[str, Sliced]) -> None:
-    """Raises ConfigError if it has no pairs, one that belongs to no layer, or lacks some of those that `target_modules` names."""
+def _check_any(found: dict[str, dict[str, Tensor]]) -> None:
     if not found:
         raise ConfigError(f"{WEIGHTS} holds no pairs")
+
+
+def _check_whole(config: dict[str, Any], found: dict[str, dict[str, Tensor]], layers: Mapping[str, Sliced]) -> None:
+    """Raises ConfigError if it has a pair that belongs to no layer, or lacks some of those that `target_modules` names."""
     for layer in found:
         if layer not in layers:
             raise ConfigError(f"the model has no linear layer {layer[:200]}")

@@ -191,7 +191,6 @@ FEATURE = Feature(
     ),
     after=("distributed",),
     conflicts={
-        ("enable_lora", "pipeline_parallel_size"): "a stage does not know the adapters of its rows",
         ("enable_lora", "batch_invariant"): "it runs the model in tiles, whose rows belong to no request",
     },
     events=(

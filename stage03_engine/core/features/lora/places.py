@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from stage03_engine.core.features.lora.adapter import Adapter, Pair, read_adapter
-from stage03_engine.core.features.lora.slices import Sliced, all_workers_say
+from stage03_engine.core.features.lora.slices import Sliced, first_error
 from stage03_engine.errors import ConfigError
 from stage03_engine.model_shape import ModelShape
-from stage04_kernels.features.lora import AddLowRank, RowGroups
+from stage04_kernels.features.lora import LowRankKernel, RowGroups
 from stagetrace import trace
 
 
@@ -31,16 +31,16 @@ class Rows:
     """Which rows of the step's tokens use which place; all layers share it. None: no row uses any."""
 
     groups: RowGroups | None = None
+    recorded: bool = False  # what runs now is recorded for rows of any place: no layer is left out
 
 
 class LowRankSum:
     """What the adapters add to one layer: an addend of `Linear`."""
 
-    def __init__(self, own: Sliced, rows: Rows, sizes: tuple[int, int], options: dict, add: AddLowRank) -> None:
+    def __init__(self, own: Sliced, rows: Rows, sizes: tuple[int, int], options: dict, kernel: LowRankKernel) -> None:
         """sizes: (places, highest rank); options: dtype and device."""
-        (num_places, max_rank), self._rows, self._add = sizes, rows, add
-        self.a = torch.zeros(num_places, max_rank, own.layer.in_features, **options)
-        self.b = torch.zeros(num_places, own.layer.out_features, max_rank, **options)
+        self._rows, self._add = rows, kernel.add
+        self.a, self.b = kernel.places(*sizes, (own.layer.in_features, own.layer.out_features), **options)
         self.filled: set[int] = set()  # places whose adapter changes this layer
 
     def put(self, place: int, pair: Pair | None) -> None:
@@ -58,7 +58,7 @@ class LowRankSum:
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
         """x: [num_tokens, in_features], y: [num_tokens, out_features]."""
         groups = self._rows.groups
-        if groups is None or self.filled.isdisjoint(groups.places):
+        if groups is None or not (self._rows.recorded or self.filled.intersection(groups.places)):
             return y
         return self._add(y, x, self.a, self.b, groups)
 
@@ -156,15 +156,14 @@ class AdapterPlaces:
         """Raises ConfigError if any of the workers cannot; so all of them have it, or none."""
         started, adapter, error = time.monotonic(), None, None
         try:
-            adapter = read_adapter(name, Path(folder), self._layers, self._max_rank, self._dtype)
+            adapter = read_adapter(name, Path(folder), self._layers, self._max_rank, self._dtype, self._shape)
             if digest != adapter.digest:
                 raise ConfigError(f"adapter {name}: the files in {folder} are no longer those that were loaded")
         except ConfigError as caught:
             error = caught
-        if all_workers_say(error is not None, self._shape) and error is None:
-            error = ConfigError(f"adapter {name}: another worker could not read it")
-        if error is not None or adapter is None:
-            raise error or AssertionError
+        failed = first_error(None if error is None else str(error), self._shape)
+        if failed is not None or adapter is None:
+            raise ConfigError(failed) from error
         if trace.on:
             trace.emit(
                 "lora.loaded", id=number, adapter=name, rank=adapter.rank, layers=len(adapter.pairs), bytes=adapter.num_bytes,

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from stage03_engine.core.features.distributed.sharded_weights import Split
 
 _ROOM = "stage03_engine.core.features.distributed."
+MOST_BYTES = 1000  # of an error
 
 
 @dataclass(frozen=True)
@@ -55,13 +56,22 @@ class Sliced:
 
 
 def linear_layers(model: nn.Module, shape: ModelShape) -> dict[str, Sliced]:
-    """Name in a checkpoint of PEFT -> layer. Of several workers each has its slices."""
+    """Name in a checkpoint of PEFT -> layer. Of several workers each has its slices, of the layers of its stage."""
     found = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
-    if getattr(shape, "part_of", None) is None:
+    whole = getattr(shape, "part_of", None)
+    if whole is None:
         return {name: Sliced(name, layer, shape) for name, layer in found.items()}
-    own = load(_ROOM + "parallel_state:ranks")()
+    own, whole_name = load(_ROOM + "parallel_state:ranks")(), load(_ROOM + "stages:whole_name")
     wrapped = {name.replace(".inner", "").removeprefix("inner."): layer for name, layer in found.items()}
-    return {name: _sliced(name, layer, shape, own) for name, layer in wrapped.items()}
+    return {(at := whole_name(name, whole, own)): _sliced(at, layer, shape, own) for name, layer in wrapped.items()}
+
+
+def is_elsewhere(name: str, shape: ModelShape) -> bool:
+    """Is this a layer of another stage? What no stage knows is none: where it would be, it is refused."""
+    whole = getattr(shape, "part_of", None)
+    if whole is None:
+        return False
+    return load(_ROOM + "stages:local_name")(name, whole, load(_ROOM + "parallel_state:ranks")()) is None
 
 
 def _sliced(name: str, layer: Linear, shape: ModelShape, own: Ranks) -> Sliced:
@@ -76,13 +86,17 @@ def _sliced(name: str, layer: Linear, shape: ModelShape, own: Ranks) -> Sliced:
     return Sliced(name, layer, shape, own, cut, part)
 
 
-def all_workers_say(failed: bool, shape: ModelShape) -> bool:
-    """Has it failed in any of the workers of one model? All of them ask at the same time."""
+def first_error(error: str | None, shape: ModelShape) -> str | None:
+    """What went wrong in the first worker of a model in which anything did; None if nothing did in any. All of them ask at the same time."""
     if getattr(shape, "part_of", None) is None:
-        return failed
+        return error
     import torch
 
-    flag = torch.tensor([float(failed)])
+    own = load(_ROOM + "parallel_state:ranks")()
     device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
-    found: Tensor = load(_ROOM + "parallel_state:all_reduce")(flag.to(device))
-    return bool(found.item())
+    said = (error or "").encode()[:MOST_BYTES]
+    lines = torch.zeros(own.world_size, MOST_BYTES, dtype=torch.int32)  # each worker writes its own
+    lines[own.rank, : len(said)] = torch.tensor(list(said), dtype=torch.int32)
+    load(_ROOM + "parallel_state:all_reduce_in_place")(lines := lines.to(device), None)
+    errors = [bytes(line).rstrip(b"\0").decode(errors="ignore") for line in lines.tolist()]
+    return next(filter(None, errors), None)
