@@ -64,7 +64,7 @@ class QuantizedCheckpointHook(RunnerHook):
                 raise ConfigError(f"the checkpoint has {layer} twice: quantized, and not")
             if reader.is_left_out(layer):
                 raise ConfigError(f"{layer} is quantized, but quantization_config leaves it out")
-            grid, turned = _read(reader, module, layer, found.pop(layer))
+            grid, turned = _read(reader, module, layer, found.pop(layer), self.runner.dtype)
             seen["layers"] += 1
             if (codes := self._packable(grid, module, turned)) is not None:
                 self._products[local] = self._product(codes, biases.get(layer))
@@ -125,13 +125,34 @@ class QuantizedCheckpointHook(RunnerHook):
         return {name: module for name, module in model.named_modules() if isinstance(module, (Linear, nn.Embedding))}
 
 
-def _read(reader: Reader, module: nn.Module, layer: str, tensors: dict[str, Tensor]) -> tuple[Grid, bool]:
+def _read(
+    reader: Reader, module: nn.Module, layer: str, tensors: dict[str, Tensor], dtype: torch.dtype
+) -> tuple[Grid, bool]:
     """(the layer's matrix, whether the model stores it the other way round). Raises ConfigError."""
     rows, columns = module.weight.shape  # type: ignore[misc]  # of a Linear or an Embedding
     turned = isinstance(module, Conv1D) and not reader.as_stored
     grid = reader.read(Parts(layer, tensors), *((columns, rows) if turned else (rows, columns)))
-    check_finite(f"the scale of {layer}", grid.scale)
+    _check_scale(reader, layer, grid, dtype)
     return grid, turned
+
+
+# Invariant: no number that a layer's scales allow overflows, neither as a weight nor in what is made of it. A norm squares a layer's results.
+def _check_scale(reader: Reader, layer: str, grid: Grid, dtype: torch.dtype) -> None:
+    scale = grid.scale.float()
+    if not scale.numel():
+        return
+    check_finite(f"the scale of {layer}", scale)
+    if reader.positive and scale.min() <= 0:
+        method = reader.config["quant_method"]
+        raise ConfigError(
+            f"a scale of {layer} is {scale.min():g}: those of {method} are above 0, the weights are broken"
+        )
+    largest = scale.abs().max().item() * grid.largest_code()
+    limit = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max ** 0.5 / grid.codes.shape[1])
+    if largest > limit:
+        raise ConfigError(
+            f"a scale of {layer} makes weights of up to {largest:.0e}, whose products overflow: the weights are broken"
+        )
 
 
 def _local(layer: str) -> str:

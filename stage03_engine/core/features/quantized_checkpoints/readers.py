@@ -44,6 +44,10 @@ class Grid:
         sorted_groups, order = self.groups().sort(stable=True)
         return order if torch.equal(sorted_groups, torch.arange(len(order)) // self.group) else None
 
+    def largest_code(self) -> float:
+        """The largest |code - zero| that there can be."""
+        return torch.finfo(self.codes.dtype).max if self.codes.is_floating_point() else float(2**self.bits)
+
     def values(self) -> Tensor:
         """float32 [rows, columns]"""
         of = self.groups()
@@ -106,8 +110,10 @@ class Reader:
     dropped: tuple[str, ...] = ("input_scale", "output_scale", "input_zero_point", "output_zero_point")
     """Of activations, which are not quantized here."""
     as_stored = (
-        False  # True: rows and columns are those of the module's own weight; False: outputs and inputs, whatever it is
+        False  # True: rows, columns are those of the module's own weight; False: outputs, inputs, whatever it is
     )
+    positive = False
+    """Are all scales above 0? Formats that keep them in float16 may round one to 0, and AutoRound makes negative ones for GPTQ and AWQ."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = config
@@ -175,6 +181,7 @@ class FP8(Reader):
 
     names = ("weight_scale", "weight_scale_inv")
     as_stored = True
+    positive = True
 
     def read(self, parts: Parts, rows: int, columns: int) -> Grid:
         codes = parts.get("weight", (FLOAT8,), rows, columns)
@@ -190,6 +197,7 @@ class CompressedTensors(Reader):
 
     names = ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape")
     as_stored = True
+    positive = True
 
     def is_left_out(self, layer: str) -> bool:
         return any(_means(target, layer) for target in self.config.get("ignore") or ())
