@@ -248,7 +248,7 @@ def test_a_layer_that_is_not_whole_is_named(
         ("awq", {"zero_point": False}, "zero_point = 'False' is not supported"),
         ("fp8", {"weight_block_size": [128]}, "weight_block_size must be two positive integers"),
         ("packed", {"format": "nvfp4-pack-quantized"}, "format 'nvfp4-pack-quantized' is not supported"),
-        ("packed", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is not supported"),
+        ("packed", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme: type is missing"),
         ("packed", {"config_groups": {}}, "names no group"),
         ("packed", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights"),
     ],

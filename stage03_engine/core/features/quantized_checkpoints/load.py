@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,9 +19,11 @@ from stage03_engine.core.models.gpt2 import Conv1D
 from stage03_engine.core.models.layers import LanguageModel, Linear, check_finite
 from stage03_engine.core.models.registry import model_class
 from stage03_engine.errors import ConfigError
+from stage03_engine.mixins import load
 from stage04_kernels.backends.int4_linear import Int4Weights, NativeInt4Linear, TorchInt4Linear
 from stagetrace import trace
 
+CACHE_SCALES = "stage03_engine.core.features.kv_cache_dtype.scales:side_of"
 logger = logging.getLogger(__name__)
 
 
@@ -43,6 +45,7 @@ class QuantizedCheckpointHook(RunnerHook):
         that is not whole or does not fit."""
         config, seen = self.config.model_config.checkpoint_quantization, self._seen
         reader, layers = READERS[config["quant_method"]](config), self._layers()
+        of_cache = _cache_scales(self.config)
         found, biases, ordinary = dict[str, dict[str, Tensor]](), dict[str, Tensor](), set[str]()
         for name, tensor in tensors:
             layer, _, end = name.rpartition(".")
@@ -50,6 +53,8 @@ class QuantizedCheckpointHook(RunnerHook):
                 if found.setdefault(layer, {}).setdefault(end, tensor) is not tensor:
                     raise ConfigError(f"the checkpoint has {name} twice")
                 seen["bytes_before"] += tensor.nbytes
+            elif of_cache(name) is not None:
+                yield name, tensor
             elif not (end in reader.dropped or (end == "bias" and _is_filler(layers.get(_local(layer)), tensor))):
                 if end == "bias":
                     biases[layer] = tensor
@@ -153,6 +158,13 @@ def _check_scale(reader: Reader, layer: str, grid: Grid, dtype: torch.dtype) -> 
         raise ConfigError(
             f"a scale of {layer} makes weights of up to {largest:.0e}, whose products overflow: the weights are broken"
         )
+
+
+def _cache_scales(config: VllmConfig) -> Callable[[str], str | None]:
+    """Says which tensors are for the KV cache; none if it holds plain numbers."""
+    plain = getattr(config.cache_config, "kv_cache_dtype", "auto") == "auto"
+    found: Callable[[str], str | None] = (lambda name: None) if plain else load(CACHE_SCALES)
+    return found
 
 
 def _local(layer: str) -> str:

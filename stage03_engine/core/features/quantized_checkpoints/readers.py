@@ -107,8 +107,11 @@ class Reader:
     """Made with a checked quantization_config."""
 
     names: tuple[str, ...] = ()  # ends of the names of tensors that only a quantized layer has
-    dropped: tuple[str, ...] = ("input_scale", "output_scale", "input_zero_point", "output_zero_point")
-    """Of activations, which are not quantized here."""
+    dropped: tuple[str, ...] = (
+        "input_scale", "output_scale", "input_zero_point", "output_zero_point",
+        "q_scale", "k_scale", "v_scale", "kv_scale", "prob_scale", "k_zero_point", "v_zero_point",
+    )  # fmt: skip
+    """Of activations, which are not quantized here, and of a KV cache, unless it has 8 bits: then `--kv-cache-dtype` takes them."""
     as_stored = (
         False  # True: rows, columns are those of the module's own weight; False: outputs, inputs, whatever it is
     )
