@@ -135,9 +135,16 @@ def packed(
     return tensors, from_codes(codes, scales, zeros, of)
 
 
-def int8(matrix: Matrix, symmetric: bool = True) -> tuple[dict[str, Tensor], Tensor]:
-    """compressed-tensors' int-quantized: a byte each, a scale for each row."""
-    of = [0] * len(matrix[0])
+def int8(matrix: Matrix, symmetric: bool = True, one: bool = False) -> tuple[dict[str, Tensor], Tensor]:
+    """compressed-tensors' int-quantized: a byte each, a scale for each row, or for all (`one`)."""
+    of, width = [0] * len(matrix[0]), len(matrix[0])
+    if one:
+        codes, scales, zeros = to_codes(
+            [[value for row in matrix for value in row]], [0] * width * len(matrix), 8, symmetric
+        )
+        codes = [codes[0][start : start + width] for start in range(0, len(codes[0]), width)]
+        whole = torch.tensor([[code - 128 for code in row] for row in codes], dtype=torch.int8)
+        return {"weight": whole, "weight_scale": torch.tensor(scales[0])}, whole.double().mul(scales[0][0]).float()
     codes, scales, zeros = to_codes(matrix, of, 8, symmetric)
     tensors = {
         "weight": torch.tensor([[code - 128 for code in row] for row in codes], dtype=torch.int8),
@@ -170,9 +177,13 @@ def float8(
     return {"weight": codes, name: torch.tensor(scales[0][0] if one else scales)}, torch.tensor(numbers)
 
 
-def compressed(format_: str, weights: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+def compressed(format_: str, weights: Mapping[str, Any], inputs: Any = None, **more: Any) -> dict[str, Any]:
     """A quantization_config of compressed-tensors with one group."""
-    group = {"targets": ["Linear"], "weights": {"type": "int", "symmetric": True, **weights}, "input_activations": None}
+    group = {
+        "targets": ["Linear"],
+        "weights": {"type": "int", "symmetric": True, **weights},
+        "input_activations": inputs,
+    }
     return {
         "quant_method": "compressed-tensors", "format": format_, "quantization_status": "compressed",
         "config_groups": {"group_0": group}, "ignore": ["lm_head"], "kv_cache_scheme": None, **more,
@@ -237,6 +248,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[..., Any], dict[str, Any]]] = {
     "gptq act-order": (GPTQ | {"desc_act": True}, gptq, {"order": True}),
     "gptq_v2": (GPTQ | {"checkpoint_format": "gptq_v2"}, gptq, {"version": 2}),
     "gptq 8 bits": (GPTQ | {"bits": 8}, gptq, {"bits": 8}),
+    "gptq 8 bits, one group": (GPTQ | {"bits": 8, "group_size": -1, "sym": True}, gptq, {"bits": 8, "group": -1, "symmetric": True}),
     "awq": (AWQ, awq, {}),
     "awq one group": (AWQ | {"group_size": -1}, awq, {"group": -1}),
     "packed": (compressed("pack-quantized", GROUPS), packed, {}),
@@ -245,6 +257,8 @@ CASES: dict[str, tuple[dict[str, Any], Callable[..., Any], dict[str, Any]]] = {
     "packed 8 bits": (compressed("pack-quantized", {"num_bits": 8, "strategy": "channel"}), packed, {"group": -1, "bits": 8}),
     "packed act-order": (compressed("pack-quantized", GROUPS | {"actorder": "group"}), packed, {"order": True}),
     "int8": (compressed("int-quantized", {"num_bits": 8, "strategy": "channel"}), int8, {}),
+    "int8 W8A8": (compressed("int-quantized", {"num_bits": 8, "strategy": "channel"}, {"num_bits": 8, "dynamic": True}), int8, {}),
+    "int8 tensor": (compressed("int-quantized", {"num_bits": 8, "strategy": "tensor"}), int8, {"one": True}),
     "int8 zeros": (compressed("int-quantized", {"num_bits": 8, "strategy": "channel", "symmetric": False}), int8, {"symmetric": False}),
     "float8 channels": (compressed("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}), float8, {}),
     "float8 tensor": (compressed("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}), float8, {"one": True}),
@@ -264,7 +278,8 @@ def weights_of(folder: Path, **settings: Any) -> dict[str, Tensor]:
         if isinstance(layer, Linear) and layer.product is not None:
             product: Any = layer.product
             matrix = torch.empty(layer.out_features, layer.in_features)
-            matrix[:, slice(None) if product.order is None else product.order] = product.matrix()
+            order = getattr(product, "order", None)
+            matrix[:, slice(None) if order is None else order] = product.matrix()
             found[f"{name}.weight"] = matrix.T if isinstance(layer, Conv1D) else matrix
             if product.bias is not None:
                 found[f"{name}.bias"] = product.bias

@@ -26,6 +26,7 @@ from stage03_engine.errors import ConfigError
 from stage03_engine.llm import LLM
 from stage03_engine.sampling_params import SamplingParams
 from stage04_kernels.backends.native import library
+from stage04_kernels.backends.native.linear import NativeLinear, input_bits
 from stagetrace import trace
 
 
@@ -66,13 +67,18 @@ def test_weights_are_the_numbers_that_the_checkpoint_stands_for(
         )
 
 
+BY_8 = {"gptq 8 bits, one group"}
+BY_8_LLAMA = {"int8", "int8 W8A8", "int8 tensor", "packed 8 bits"}
+"""What the int8 product can use as it is. GPT-2's scales in compressed-tensors are those of its inputs."""
 PACKED = {"gptq", "gptq one group", "gptq last group smaller", "gptq act-order", "gptq_v2", "awq", "awq one group"}
 PACKED_LLAMA = {"packed", "packed zeros", "packed channels", "packed act-order"}
 """GPT-2 stores a matrix the other way round, so groups of the file's columns are groups of its outputs."""
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_four_bits_stay_packed(family: str, made: Callable[[str, str], tuple[Path, Path]]) -> None:
+def test_four_bits_stay_packed_and_eight_with_one_scale(
+    family: str, made: Callable[[str, str], tuple[Path, Path]]
+) -> None:
     for case in CASES:
         events: list[Any] = []
         runner = ModelRunner(EngineArgs.from_kwargs(model=str(made(family, case)[0]), **COMMON), CPU)
@@ -81,17 +87,22 @@ def test_four_bits_stay_packed(family: str, made: Callable[[str, str], tuple[Pat
             runner.load_model()
         finally:
             trace.watch(None)
-        packed = case in PACKED | (PACKED_LLAMA if family == "llama" else set())
+        by_4 = case in PACKED | (PACKED_LLAMA if family == "llama" else set())
+        by_8 = case in BY_8 | (BY_8_LLAMA if family == "llama" else set())
+        packed = by_4 or by_8
         layers = [layer for layer in runner.model.modules() if isinstance(layer, Linear)]
         quantized = 6 if family == "gpt2" else 11  # all but the second MLP
         assert sum(layer.product is not None for layer in layers) == quantized * packed, case
         (event,) = events
         assert event.args["layers"] == quantized and event.args["method"] == CASES[case][0]["quant_method"]
-        assert event.args["product"] == ("TorchInt4Linear" if packed else "dequantized")
+        assert event.args["product"] == ("TorchInt4Linear" if by_4 else "TorchInt8Linear" if by_8 else "dequantized")
         assert (event.args["bytes_after"] < 1.2 * event.args["bytes_before"]) is packed
 
 
-@pytest.mark.parametrize("case", ["gptq", "gptq act-order", "awq", "gptq 8 bits", "packed zeros", "fp8"])
+@pytest.mark.parametrize(
+    "case",
+    ["gptq", "gptq act-order", "awq", "gptq 8 bits", "packed zeros", "fp8", *sorted(BY_8 | BY_8_LLAMA), "int8 zeros"],
+)
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_a_dry_run_knows_what_the_weights_will_take(
     family: str, case: str, made: Callable[[str, str], tuple[Path, Path]]
@@ -104,13 +115,13 @@ def test_a_dry_run_knows_what_the_weights_will_take(
         if isinstance(layer, Linear) and layer.product is not None:
             product: Any = layer.product
             size += product.nbytes + (0 if product.bias is None else product.bias.nbytes)
-            size += 0 if product.order is None else 4 * len(product.order)
+            size += 0 if getattr(product, "order", None) is None else 4 * len(product.order)
     assert estimate_memory(config).weights == size
 
 
 @pytest.mark.skipif(library.problem() is not None, reason="no C++ compiler")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("case", ["gptq act-order", "awq", "packed zeros"])
+@pytest.mark.parametrize("case", ["gptq act-order", "awq", "packed zeros", *sorted(BY_8 | BY_8_LLAMA)])
 def test_the_compiled_product_gives_nearly_the_same_logits(
     case: str, dtype: str, made: Callable[[str, str], tuple[Path, Path]]
 ) -> None:
@@ -123,6 +134,38 @@ def test_the_compiled_product_gives_nearly_the_same_logits(
         logits.append(logits_of(runner.model, config, ids, getattr(torch, dtype)))
     assert not torch.equal(*logits)
     assert F.cosine_similarity(*logits, dim=-1).min() > 0.999
+
+
+@pytest.mark.skipif(library.problem() is not None, reason="no C++ compiler")
+def test_inputs_have_the_bits_that_the_checkpoint_asks_for(made: Callable[[str, str], tuple[Path, Path]]) -> None:
+    """W8A16 is never given less; W8A8 what `--quantization int8` gives. The product is the one of that flag, with the file's codes and scales."""
+    for case, bits in (
+        ("int8", 16),
+        ("int8 W8A8", input_bits()),
+        ("packed 8 bits", 16),
+        ("gptq 8 bits, one group", 16),
+    ):
+        quantized, twin = made("llama", case)
+        settings = COMMON | {"linear_backend": "native"}
+        runner = ModelRunner(EngineArgs.from_kwargs(model=str(quantized), **settings), CPU)
+        runner.load_model()
+        layer = runner.model.get_submodule("layers.0.self_attn.o_proj")
+        x, weight = (
+            torch.randn(3, 64, generator=torch.Generator().manual_seed(1)),
+            weights_of(twin)["layers.0.self_attn.o_proj.weight"],
+        )
+        found, exact = layer(x), F.linear(x.double(), weight.double())
+        scale = weights_scale(quantized, "model.layers.0.self_attn.o_proj")
+        codes = (weight.double() / scale[:, None]).round()
+        assert isinstance(layer.product, NativeLinear)
+        assert torch.equal(found, NativeLinear(codes.to(torch.int8), None, None, scale.float(), bits)(x)), case
+        assert (found - exact).abs().max() < (1e-4 if bits == 16 else 2e-2) * exact.abs().max(), case
+
+
+def weights_scale(folder: Path, layer: str) -> Tensor:
+    tensors = load_file(folder / "model.safetensors")
+    name = next(name for name in (f"{layer}.weight_scale", f"{layer}.scales") if name in tensors)
+    return tensors[name].flatten().double()
 
 
 def test_every_method_is_tried() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,22 +20,26 @@ from stage03_engine.core.models.registry import model_class
 from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import load
 from stage04_kernels.backends.int4_linear import Int4Weights, NativeInt4Linear, TorchInt4Linear
+from stage04_kernels.backends.int8_linear import TorchInt8Linear
+from stage04_kernels.backends.native.linear import NativeLinear, input_bits
 from stagetrace import trace
 
 CACHE_SCALES = "stage03_engine.core.features.kv_cache_dtype.scales:side_of"
+Packed = TorchInt4Linear | NativeInt4Linear | TorchInt8Linear | NativeLinear
+"""What multiplies by the codes of a checkpoint."""
 logger = logging.getLogger(__name__)
 
 
 class QuantizedCheckpointHook(RunnerHook):
     """Installed for a checkpoint with a quantization_config. The first of the hooks: others see ordinary weights, and layers that multiply already.
 
-    Codes of four bits stay as they are, where one process has the whole layer and their groups lie along its inputs; all others become
-    weights in the model's number format.
+    Codes of four bits stay as they are, where one process has the whole layer and their groups lie along its inputs; so do whole numbers of eight bits with a
+    scale for each output. All others become weights in the model's number format.
     """
 
     def __init__(self, runner: ModelRunner, config: VllmConfig) -> None:
         super().__init__(runner, config)
-        self._products: dict[str, Any] = {}  # layer in the model -> what multiplies by its codes
+        self._products: dict[str, Packed] = {}  # layer in the model -> what multiplies by its codes
         self._seen = {"layers": 0, "bytes_before": 0, "bytes_after": 0}
         self._seconds = 0.0
 
@@ -71,10 +74,10 @@ class QuantizedCheckpointHook(RunnerHook):
                 raise ConfigError(f"{layer} is quantized, but quantization_config leaves it out")
             grid, turned = _read(reader, module, layer, found.pop(layer), self.runner.dtype)
             seen["layers"] += 1
-            if (codes := self._packable(grid, module, turned)) is not None:
-                self._products[local] = self._product(codes, biases.get(layer))
+            if (product := self._product(reader, layer, grid, module, turned, biases.get(layer))) is not None:
+                self._products[local] = product
                 model.get_submodule(local).weight = None  # type: ignore[assignment]
-                seen["bytes_after"] += self._products[local].nbytes
+                seen["bytes_after"] += product.nbytes
                 self._seconds += time.monotonic() - started
                 continue
             weight = grid.values().to(self.runner.dtype)
@@ -90,22 +93,39 @@ class QuantizedCheckpointHook(RunnerHook):
             layer.multiply_by(product)
         reason = no_native(self.config)
         if self._products and reason:
-            logger.warning("int4 weights are widened for each product, which saves memory and no time: %s", reason)
+            logger.warning("packed weights are widened for each product, which saves memory and no time: %s", reason)
         if trace.on:
-            product = type(next(iter(self._products.values()), None)).__name__ if self._products else "dequantized"
+            used = type(next(iter(self._products.values()))).__name__ if self._products else "dequantized"
             method = self.config.model_config.checkpoint_quantization["quant_method"]
             trace.emit(
-                "weights.quantized", method=method, product=product, layers=self._seen["layers"], bytes_before=self._seen["bytes_before"],
+                "weights.quantized", method=method, product=used, layers=self._seen["layers"], bytes_before=self._seen["bytes_before"],
                 bytes_after=self._seen["bytes_after"], seconds=round(self._seconds, 4),
             )  # fmt: skip
         return model
 
-    def _packable(self, grid: Grid, module: nn.Module, turned: bool) -> Int4Weights | None:
-        """The codes, if a packed layer can multiply by them as they are."""
+    def _product(
+        self, reader: Reader, layer: str, grid: Grid, module: nn.Module, turned: bool, bias: Tensor | None
+    ) -> Packed | None:
+        """What multiplies by the codes as they are; None if nothing does."""
         along_inputs = turned or not isinstance(module, Conv1D)
         parallel = getattr(self.config, "parallel_config", None)
         whole = parallel is None or parallel.world_size == 1
-        if not (whole and grid.bits == 4 and grid.zero is not None and along_inputs and isinstance(module, Linear)):
+        if not (whole and along_inputs and isinstance(module, Linear)):
+            return None
+        device, twin = self.runner.device, bool(no_native(self.config))
+        bias = None if bias is None else bias.to(device, self.runner.dtype, copy=True)
+        if (codes := self._int4(grid)) is not None:
+            return TorchInt4Linear(codes, bias) if twin else NativeInt4Linear(codes, bias)
+        if (numbers := grid.whole_numbers()) is not None:
+            numbers, scale = numbers.to(device), grid.scale.flatten().to(device, torch.float32)
+            if twin:
+                return TorchInt8Linear(numbers, bias, None, scale)
+            return NativeLinear(numbers, bias, None, scale, input_bits() if reader.inputs_of_8_bits(layer) else 16)
+        return None
+
+    def _int4(self, grid: Grid) -> Int4Weights | None:
+        """The codes of four bits, if their groups can lie side by side."""
+        if grid.bits != 4 or grid.zero is None:
             return None
         codes, order, device = grid.codes, None, self.runner.device
         if grid.group_of is not None:
@@ -117,10 +137,6 @@ class QuantizedCheckpointHook(RunnerHook):
                 codes = codes[:, order]
         scale, zero = grid.scale.float().contiguous().to(device), grid.zero.to(torch.uint8).contiguous().to(device)
         return Int4Weights(codes.to(device), scale, zero, grid.group, None if order is None else order.to(device))
-
-    def _product(self, codes: Int4Weights, bias: Tensor | None) -> TorchInt4Linear | NativeInt4Linear:
-        bias = None if bias is None else bias.to(self.runner.device, self.runner.dtype, copy=True)
-        return TorchInt4Linear(codes, bias) if no_native(self.config) else NativeInt4Linear(codes, bias)
 
     def _layers(self) -> dict[str, nn.Module]:
         """The layers of the whole model, of which this worker may have a part: only their sizes are there."""

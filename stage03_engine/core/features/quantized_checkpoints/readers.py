@@ -48,6 +48,15 @@ class Grid:
         """The largest |code - zero| that there can be."""
         return torch.finfo(self.codes.dtype).max if self.codes.is_floating_point() else float(2**self.bits)
 
+    def whole_numbers(self) -> Tensor | None:
+        """int8 [rows, columns]: code - zero, if these are whole numbers of 8 bits, and a row has one scale."""
+        if self.bits != 8 or self.codes.is_floating_point() or self.scale.shape[1] != 1:
+            return None
+        if self.zero is None:
+            return self.codes
+        middle = int(self.codes.dtype == torch.uint8) << 7
+        return (self.codes.to(torch.int16) - middle).to(torch.int8) if (self.zero == middle).all() else None
+
     def values(self) -> Tensor:
         """float32 [rows, columns]"""
         of = self.groups()
@@ -130,6 +139,10 @@ class Reader:
         left_out = self.config.get("modules_to_not_convert") or self.config.get("ignored_layers") or ()
         return any(layer == name or f".{name}." in f".{layer}." for name in left_out)
 
+    def inputs_of_8_bits(self, layer: str) -> bool:
+        """Is the layer meant to be given inputs of 8 bits?"""
+        return False
+
     def read(self, parts: Parts, rows: int, columns: int) -> Grid:
         """The layer's matrix. Raises ConfigError, with the name of the layer, for tensors that are missing or do not fit."""
         raise NotImplementedError
@@ -205,17 +218,22 @@ class CompressedTensors(Reader):
     def is_left_out(self, layer: str) -> bool:
         return any(_means(target, layer) for target in self.config.get("ignore") or ())
 
-    def _scheme(self, layer: str) -> tuple[str, Mapping[str, Any]]:
-        """(format, settings of the weights) of the group that the layer is in. One that is named goes before its class."""
+    def _group(self, layer: str) -> Mapping[str, Any]:
+        """The settings of the group that the layer is in. One that is named goes before its class."""
         groups = self.config["config_groups"].values()
         named = [group for group in groups if any(_means(target, layer) for target in group["targets"])]
         by_class = [group for group in groups if {"Linear", "Conv1D"} & set(group["targets"])]
         if not (found := named or by_class):
             raise ConfigError(f"{layer} is quantized, but no group of quantization_config names it")
-        return found[0].get("format") or self.config["format"], found[0]["weights"]
+        settings: Mapping[str, Any] = found[0]
+        return settings
+
+    def inputs_of_8_bits(self, layer: str) -> bool:
+        return (self._group(layer).get("input_activations") or {}).get("num_bits") == 8
 
     def read(self, parts: Parts, rows: int, columns: int) -> Grid:
-        format_, weights = self._scheme(parts.layer)
+        settings = self._group(parts.layer)
+        format_, weights = settings.get("format") or self.config["format"], settings["weights"]
         strategy, bits = weights.get("strategy") or "channel", weights["num_bits"]
         if strategy == "block":
             codes = parts.get("weight", QUANTIZED, rows, columns)

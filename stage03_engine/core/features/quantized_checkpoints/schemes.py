@@ -131,6 +131,8 @@ def _check_compressed(given: Settings) -> None:
         targets = group.values.get("targets")
         if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
             group.refuse(f"targets must be a list of names, not {str(targets)[:80]!r}")
+        if group.values.get("input_activations") is not None:
+            group.inner("input_activations")
         weights = group.inner("weights")
         bits = (4, 8) if format_ == "pack-quantized" else (8,)
         weights.needs("num_bits")
