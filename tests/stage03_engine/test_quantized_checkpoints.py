@@ -165,6 +165,21 @@ def test_inputs_have_the_bits_that_the_checkpoint_asks_for(
         assert (found - exact).abs().max() < (1e-4 if bits == 16 else 2e-2) * exact.abs().max(), case
 
 
+def test_triton_s_kernel_multiplies_by_the_codes_of_a_checkpoint(made: Callable[[str, str], tuple[Path, Path]]) -> None:
+    """Act-order and zeros included: the logits are the twin's."""
+    for case in ("gptq act-order", "awq", "packed zeros"):
+        logits = []
+        for folder, backend in zip(made("llama", case), ("auto", "torch"), strict=True):
+            settings = COMMON | {"linear_backend": backend, "attention_backend": "triton-interpret"}
+            config = EngineArgs.from_kwargs(model=str(folder), **settings)
+            runner = ModelRunner(config, CPU)
+            runner.load_model()
+            logits.append(logits_of(runner.model, config, torch.arange(5, 25), torch.float32))
+            product = runner.model.get_submodule("layers.0.self_attn.o_proj").product
+            assert type(product).__name__ == ("TritonInt4Linear" if backend == "auto" else "NoneType")
+        torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+
+
 def weights_scale(folder: Path, layer: str) -> Tensor:
     tensors = load_file(folder / "model.safetensors")
     name = next(name for name in (f"{layer}.weight_scale", f"{layer}.scales") if name in tensors)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from stage03_engine.config import VllmConfig
-from stage03_engine.core.features.quantization.manifest import no_native
+from stage03_engine.core.features.quantization.manifest import no_native, product_of
 from stage03_engine.core.features.quantized_checkpoints.readers import READERS, Grid, Parts, Reader
 from stage03_engine.core.hooks import RunnerHook
 from stage03_engine.core.model_runner import ModelRunner
@@ -19,15 +20,22 @@ from stage03_engine.core.models.layers import LanguageModel, Linear, check_finit
 from stage03_engine.core.models.registry import model_class
 from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import load
-from stage04_kernels.backends.int4_linear import Int4Weights, NativeInt4Linear, TorchInt4Linear
+from stage04_kernels.backends.int4_linear import Int4Weights, TorchInt4Linear
 from stage04_kernels.backends.int8_linear import TorchInt8Linear
 from stage04_kernels.backends.native.linear import NativeLinear, input_bits
 from stagetrace import trace
 
 CACHE_SCALES = "stage03_engine.core.features.kv_cache_dtype.scales:side_of"
-Packed = TorchInt4Linear | NativeInt4Linear | TorchInt8Linear | NativeLinear
-"""What multiplies by the codes of a checkpoint."""
+TWINS = (TorchInt4Linear, TorchInt8Linear)
 logger = logging.getLogger(__name__)
+
+
+class Packed(Protocol):
+    """What multiplies by the codes of a checkpoint: x [num_rows, in_features] -> [num_rows, out_features]."""
+
+    nbytes: int
+
+    def __call__(self, x: Tensor) -> Tensor: ...
 
 
 class QuantizedCheckpointHook(RunnerHook):
@@ -92,7 +100,7 @@ class QuantizedCheckpointHook(RunnerHook):
             assert isinstance(layer, Linear)
             layer.multiply_by(product)
         reason = no_native(self.config)
-        if self._products and reason:
+        if reason and any(isinstance(product, TWINS) for product in self._products.values()):
             logger.warning("packed weights are widened for each product, which saves memory and no time: %s", reason)
         if trace.on:
             used = type(next(iter(self._products.values()))).__name__ if self._products else "dequantized"
@@ -115,7 +123,8 @@ class QuantizedCheckpointHook(RunnerHook):
         device, twin = self.runner.device, bool(no_native(self.config))
         bias = None if bias is None else bias.to(device, self.runner.dtype, copy=True)
         if (codes := self._int4(grid)) is not None:
-            return TorchInt4Linear(codes, bias) if twin else NativeInt4Linear(codes, bias)
+            by_codes: Packed = load(product_of(self.config, "int4")[0])(codes, bias, None)
+            return by_codes
         if (numbers := grid.whole_numbers()) is not None:
             numbers, scale = numbers.to(device), grid.scale.flatten().to(device, torch.float32)
             if twin:
