@@ -60,7 +60,6 @@ INDEX: tuple[str | Feature, ...] = (
     "stage03_engine.core.features.linear_backend",
     "stage03_engine.core.features.quantization",
     "stage03_engine.core.features.kv_cache_dtype",
-    "stage03_engine.core.features.accuracy",
     "stage03_engine.core.features.batch_invariant",
     "stage03_engine.core.features.cuda_graphs",
     "stage03_engine.core.features.cpu_binding",
