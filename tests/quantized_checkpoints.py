@@ -15,7 +15,16 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from stage03_engine.arg_utils import EngineArgs
+from stage03_engine.core.model_runner import ModelRunner
+from stage03_engine.core.models.gpt2 import Conv1D
+from stage03_engine.core.models.layers import Linear
+from stage03_engine.model_path import BUNDLED_FOLDER
+
+COMMON: dict[str, Any] = {"device": "cpu", "dtype": "float32", "linear_backend": "torch"}
+CPU = torch.device("cpu")
 Matrix = list[list[float]]
 Whole = list[list[int]]
 
@@ -126,9 +135,16 @@ def packed(
     return tensors, from_codes(codes, scales, zeros, of)
 
 
-def int8(matrix: Matrix, symmetric: bool = True) -> tuple[dict[str, Tensor], Tensor]:
-    """compressed-tensors' int-quantized: a byte each, a scale for each row."""
-    of = [0] * len(matrix[0])
+def int8(matrix: Matrix, symmetric: bool = True, one: bool = False) -> tuple[dict[str, Tensor], Tensor]:
+    """compressed-tensors' int-quantized: a byte each, a scale for each row, or for all (`one`)."""
+    of, width = [0] * len(matrix[0]), len(matrix[0])
+    if one:
+        codes, scales, zeros = to_codes(
+            [[value for row in matrix for value in row]], [0] * width * len(matrix), 8, symmetric
+        )
+        codes = [codes[0][start : start + width] for start in range(0, len(codes[0]), width)]
+        whole = torch.tensor([[code - 128 for code in row] for row in codes], dtype=torch.int8)
+        return {"weight": whole, "weight_scale": torch.tensor(scales[0])}, whole.double().mul(scales[0][0]).float()
     codes, scales, zeros = to_codes(matrix, of, 8, symmetric)
     tensors = {
         "weight": torch.tensor([[code - 128 for code in row] for row in codes], dtype=torch.int8),
@@ -161,9 +177,13 @@ def float8(
     return {"weight": codes, name: torch.tensor(scales[0][0] if one else scales)}, torch.tensor(numbers)
 
 
-def compressed(format_: str, weights: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+def compressed(format_: str, weights: Mapping[str, Any], inputs: Any = None, **more: Any) -> dict[str, Any]:
     """A quantization_config of compressed-tensors with one group."""
-    group = {"targets": ["Linear"], "weights": {"type": "int", "symmetric": True, **weights}, "input_activations": None}
+    group = {
+        "targets": ["Linear"],
+        "weights": {"type": "int", "symmetric": True, **weights},
+        "input_activations": inputs,
+    }
     return {
         "quant_method": "compressed-tensors", "format": format_, "quantization_status": "compressed",
         "config_groups": {"group_0": group}, "ignore": ["lm_head"], "kv_cache_scheme": None, **more,
@@ -197,3 +217,85 @@ def write(
     save_file(quantized, paths[0] / "model.safetensors")
     save_file(twin, paths[1] / "model.safetensors")
     return paths
+
+
+def small_models(folder: Path) -> dict[str, Path]:
+    """Two small models with random weights."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 2048, "bos_token_id": None, "eos_token_id": None}
+    gpt2 = GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=96, **sizes)
+    llama = LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=96, tie_word_embeddings=False, **sizes,
+    )  # fmt: skip
+    folders = {}
+    for name, model in (("gpt2", GPT2LMHeadModel(gpt2)), ("llama", LlamaForCausalLM(llama))):
+        folders[name] = folder / name
+        model.save_pretrained(folders[name])
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            (folders[name] / file).write_bytes((BUNDLED_FOLDER / "gpt2-tiny" / file).read_bytes())
+    return folders
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+GROUPS = {"num_bits": 4, "strategy": "group", "group_size": 32}
+CASES: dict[str, tuple[dict[str, Any], Callable[..., Any], dict[str, Any]]] = {
+    "gptq": (GPTQ, gptq, {}),
+    "gptq one group": (GPTQ | {"group_size": -1, "sym": True}, gptq, {"group": -1, "symmetric": True}),
+    "gptq last group smaller": (GPTQ | {"group_size": 40}, gptq, {"group": 40}),
+    "gptq act-order": (GPTQ | {"desc_act": True}, gptq, {"order": True}),
+    "gptq_v2": (GPTQ | {"checkpoint_format": "gptq_v2"}, gptq, {"version": 2}),
+    "gptq 8 bits": (GPTQ | {"bits": 8}, gptq, {"bits": 8}),
+    "gptq 8 bits, one group": (GPTQ | {"bits": 8, "group_size": -1, "sym": True}, gptq, {"bits": 8, "group": -1, "symmetric": True}),
+    "awq": (AWQ, awq, {}),
+    "awq one group": (AWQ | {"group_size": -1}, awq, {"group": -1}),
+    "packed": (compressed("pack-quantized", GROUPS), packed, {}),
+    "packed zeros": (compressed("pack-quantized", GROUPS | {"symmetric": False}), packed, {"symmetric": False}),
+    "packed channels": (compressed("pack-quantized", {"num_bits": 4, "strategy": "channel"}), packed, {"group": -1}),
+    "packed 8 bits": (compressed("pack-quantized", {"num_bits": 8, "strategy": "channel"}), packed, {"group": -1, "bits": 8}),
+    "packed act-order": (compressed("pack-quantized", GROUPS | {"actorder": "group"}), packed, {"order": True}),
+    "int8": (compressed("int-quantized", {"num_bits": 8, "strategy": "channel"}), int8, {}),
+    "int8 W8A8": (compressed("int-quantized", {"num_bits": 8, "strategy": "channel"}, {"num_bits": 8, "dynamic": True}), int8, {}),
+    "int8 tensor": (compressed("int-quantized", {"num_bits": 8, "strategy": "tensor"}), int8, {"one": True}),
+    "int8 zeros": (compressed("int-quantized", {"num_bits": 8, "strategy": "channel", "symmetric": False}), int8, {"symmetric": False}),
+    "float8 channels": (compressed("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}), float8, {}),
+    "float8 tensor": (compressed("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}), float8, {"one": True}),
+    "fp8": (FP8, float8, {"one": True}),
+    "fp8 blocks": (FP8 | {"weight_block_size": [24, 40]}, float8, {"block": (24, 40), "name": "weight_scale_inv"}),
+}  # fmt: skip
+TURNED = ("gptq", "awq")
+"""Methods that store a matrix the other way round than GPT-2 does."""
+
+
+def weights_of(folder: Path, **settings: Any) -> dict[str, Tensor]:
+    """The model's weights; those of packed layers as their products have them."""
+    runner = ModelRunner(EngineArgs.from_kwargs(model=str(folder), **COMMON | settings), CPU)
+    runner.load_model()
+    found: dict[str, Tensor] = dict(runner.model.named_parameters())
+    for name, layer in runner.model.named_modules():
+        if isinstance(layer, Linear) and layer.product is not None:
+            product: Any = layer.product
+            matrix = torch.empty(layer.out_features, layer.in_features)
+            order = getattr(product, "order", None)
+            matrix[:, slice(None) if order is None else order] = product.matrix()
+            found[f"{name}.weight"] = matrix.T if isinstance(layer, Conv1D) else matrix
+            if product.bias is not None:
+                found[f"{name}.bias"] = product.bias
+    return found
+
+
+def changed(folder: Path, to: Path, change: Callable[[dict[str, Tensor]], Any], **config: Any) -> Path:
+    """A copy with other tensors, and other keys in quantization_config."""
+    to = to / "changed"
+    to.mkdir(parents=True)
+    for file in folder.iterdir():
+        (to / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, to / "model.safetensors")
+    values = json.loads((to / "config.json").read_text())
+    values["quantization_config"] |= config
+    (to / "config.json").write_text(json.dumps(values))
+    return to

@@ -1,7 +1,8 @@
 """Linear layers with int4 weights: W = scale * (code - zero), with a scale and a zero for each output and group of inputs (vLLM: the WNA16
 kernels behind gptq, awq and compressed-tensors; llama.cpp's Q4_1 is alike).
 
-`NativeInt4Linear` reads an eighth of float32's bytes, and a decode step is bound by reading. `TorchInt4Linear` is its slow twin.
+`NativeInt4Linear` reads an eighth of float32's bytes, and a decode step is bound by reading. `TorchInt4Linear` is its slow twin, and that of the kernel in
+`triton_kernels/int4_linear.py`.
 """
 
 from __future__ import annotations
@@ -121,11 +122,20 @@ def _in_panels(values: Tensor) -> Tensor:
     return padded.unflatten(0, (-1, width)).transpose(1, 2).contiguous()
 
 
-def torch_int4(weight: Tensor, bias: Tensor | None = None, activation: str | None = None) -> TorchInt4Linear:
-    """Any weight, quantized and packed. Arguments as in `backends.linear.Pack`."""
-    return TorchInt4Linear(quantize(weight), bias, activation)
+def codes_of(weight: Tensor | Int4Weights) -> Int4Weights:
+    """The codes of a weight, which may have been quantized elsewhere."""
+    return weight if isinstance(weight, Int4Weights) else quantize(weight)
 
 
-def native_int4(weight: Tensor, bias: Tensor | None = None, activation: str | None = None) -> NativeInt4Linear:
+def torch_int4(
+    weight: Tensor | Int4Weights, bias: Tensor | None = None, activation: str | None = None
+) -> TorchInt4Linear:
+    """Any weight, packed, and quantized unless it is already. Arguments as in `backends.linear.Pack`."""
+    return TorchInt4Linear(codes_of(weight), bias, activation)
+
+
+def native_int4(
+    weight: Tensor | Int4Weights, bias: Tensor | None = None, activation: str | None = None
+) -> NativeInt4Linear:
     """The same, compiled. Raises NativeError."""
-    return NativeInt4Linear(quantize(weight), bias, activation)
+    return NativeInt4Linear(codes_of(weight), bias, activation)

@@ -34,12 +34,18 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 class TorchInt8Linear:
     """Widens the weights and multiplies in float32, each time anew. Runs on any device; saves memory, and no time.
-    Arguments as in `backends.linear.Pack`."""
+    Arguments as in `backends.linear.Pack`; with `scale` [out_features] the weight is int8 already, and is what it was before times the scale."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, activation: str | None = None) -> None:
-        self.weight, self.scale = quantize(weight)
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, scale: Tensor | None = None
+    ) -> None:
+        self.weight, self.scale = quantize(weight) if scale is None else (weight, scale)
         self.bias, self.activation = bias, activation
         self.nbytes = self.weight.nbytes + self.scale.nbytes
+
+    def matrix(self) -> Tensor:
+        """float32 [out_features, in_features]"""
+        return self.weight.float() * self.scale[:, None]
 
     def __call__(self, x: Tensor) -> Tensor:
         """[num_rows, in_features] -> [num_rows, out_features], in x's number format."""

@@ -26,7 +26,16 @@ from triton.compiler import ASTSource, make_backend
 
 from stage04_kernels.features.kv_cache_8bit import triton_kernels as codes
 from stage04_kernels.features.kv_cache_8bit.formats import FORMATS
-from stage04_kernels.triton_kernels import kv_write, layers, logprobs, lora, one_head, paged_attention, sampler
+from stage04_kernels.triton_kernels import (
+    int4_linear,
+    kv_write,
+    layers,
+    logprobs,
+    lora,
+    one_head,
+    paged_attention,
+    sampler,
+)
 from stage04_kernels.triton_kernels.tiles import NARROW
 
 POINTERS = {"f32": "*fp32", "bf16": "*bf16", "f16": "*fp16", "i32": "*i32", "i64": "*i64", "i8": "*i8", "u8": "*u8"}
@@ -198,6 +207,28 @@ def other_variants(dtype: str = "bf16") -> Iterator[Variant]:
     gate = {"gate_ptr": "x", "up_ptr": "x", "out_ptr": "x"}
     yield Variant("silu_and_mul", layers._silu_and_mul, {"TILE": 1024}, gate, dtype=dtype)
     yield from _low_rank_variants(dtype)
+    yield from _int4_variants(dtype)
+
+
+def _int4_variants(dtype: str) -> Iterator[Variant]:
+    """A matrix of Llama 3 8B in groups of 128, and of GPT-2 in groups of 24, for a decode and for a prompt."""
+    types = {"x_ptr": "x", "code_ptr": "u8", "scale_ptr": "f32", "zero_ptr": "u8", "bias_ptr": "x", "y_ptr": "x"}
+    for inputs, outputs, group in ((4096, 4096, 128), (768, 3072, 24)):
+        block, one_group = int4_linear.block_of(group)
+        own = {
+            "IN": inputs,
+            "OUT": outputs,
+            "GROUP": group,
+            "ONE_GROUP": one_group,
+            "HAS_BIAS": True,
+            "BLOCK_K": block,
+            "UPCAST": False,
+        }
+        for rows in (int4_linear.FEW_ROWS,) if dtype == "f32" else int4_linear.OUTPUTS:
+            constants = own | {"BLOCK_M": rows, "BLOCK_N": int4_linear.OUTPUTS[rows]}
+            yield Variant(
+                f"int4 linear {rows} rows, groups of {group}", int4_linear._int4_linear, constants, types, dtype=dtype
+            )
 
 
 def _low_rank_variants(dtype: str) -> Iterator[Variant]:

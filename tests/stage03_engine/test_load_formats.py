@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.core.features.distributed.ranks import Ranks
+from stage03_engine.core.features.load_formats import pt
 from stage03_engine.core.features.load_formats.save_sharded_state import main, save_sharded_state
 from stage03_engine.core.features.load_formats.sharded_state import save_rank
 from stage03_engine.core.models.loader import checkpoint_tensors, get_model
@@ -121,6 +122,56 @@ def test_what_is_no_checkpoint_is_refused_in_one_line(
     with pytest.raises(ConfigError, match=reason) as refused:
         load(folder)
     assert "\n" not in str(refused.value) and not (tmp_path / "harm").exists()
+
+
+def zip_with(file: Path, pickled: bytes, name: str = "data.pkl") -> None:
+    """What torch.save writes, with this pickle instead of its own."""
+    torch.save(tensors(), file)
+    with zipfile.ZipFile(file) as before:
+        parts = {each.filename: before.read(each) for each in before.infolist()}
+    with zipfile.ZipFile(file, "w") as after:
+        for at, content in parts.items():
+            folder, _, end = at.rpartition("/")
+            after.writestr(f"{folder}/{name}" if end == "data.pkl" else at, pickled if end == "data.pkl" else content)
+
+
+LONG = {"marks": b"(", "dictionaries": b"}", "tuples": b"(t", "notes": b"q\x00"}
+
+
+@pytest.mark.parametrize("form", ["zip", "zip, in capitals", "before zip", "before zip, in its third"])
+@pytest.mark.parametrize("what", LONG)
+def test_a_pickle_that_is_longer_than_any_models_is_not_begun(
+    what: str, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, code = folder_with(tmp_path), b"\x80\x02" + LONG[what] * 5_000_000 + b"."
+    file = folder / "pytorch_model.bin"
+    if form.startswith("zip"):
+        zip_with(file, code, "DATA.PKL" if "capitals" in form else "data.pkl")
+    else:
+        file.write_bytes(pickle.dumps(1, 2) * (2 if "third" in form else 0) + code)
+    monkeypatch.setattr(torch, "load", None)
+    with pytest.raises(
+        ConfigError, match=r"pytorch_model\.bin pickles more than names and sizes of a model"
+    ) as refused:
+        load(folder)
+    assert "\n" not in str(refused.value)
+
+
+def test_the_pickles_of_all_files_count_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    everything = sorted(tensors().items())
+    folder = folder_with(tmp_path, a__bin=dict(everything[9:]), b__bin=dict(everything[:9]))
+    torch.save(dict(everything[9:]), folder / "a.bin", _use_new_zipfile_serialization=False)
+    sizes = [pt.pickled_bytes(folder / name, 10**6) for name in ("a.bin", "b.bin")]
+    assert all(80 * n < size < 500 + 200 * n for size, n in zip(sizes, (len(everything) - 9, 9), strict=True)), sizes
+    monkeypatch.setattr(pt, "LAYER_TENSORS", 0)
+    for most, fits in ((sum(sizes), True), (sum(sizes) - 1, False)):
+        monkeypatch.setattr(pt, "TENSOR_BYTES", 1)
+        monkeypatch.setattr(pt, "TENSORS", most)
+        if fits:
+            assert same(load(folder))
+            continue
+        with pytest.raises(ConfigError, match=rf"b\.bin pickles more .* {most} bytes of them"):
+            load(folder)
 
 
 def test_an_index_of_pickled_files_is_followed(tmp_path: Path) -> None:

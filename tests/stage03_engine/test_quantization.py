@@ -399,3 +399,26 @@ def test_a_text_that_cannot_be_measured_is_refused(
     model = first_layers(tmp_path / "model", 1)
     assert accuracy.main(["--text", str(text), "--model", model]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_triton_s_backends_have_a_kernel_for_int4() -> None:
+    """The tokens are those of the twin; `--linear-backend torch` switches it off."""
+    config = chosen(quantization="int4", linear_backend="auto", attention_backend="triton-interpret")
+    kernel = "stage04_kernels.triton_kernels.int4_linear:triton_int4"
+    assert product_of(config, "int4") == (kernel, "") and product_of(config, "int8")[0] != kernel
+    cuda = replace(config.device_config, device="cuda", attention_backend="triton")
+    assert product_of(replace(config, device_config=cuda), "int4") == (kernel, "")
+    by_hand = chosen(quantization="int4", linear_backend="torch", attention_backend="triton-interpret")
+    assert product_of(by_hand, "int4")[0].endswith(":torch_int4")
+
+
+def test_the_kernel_for_int4_serves(tmp_path: Path) -> None:
+    folder, found = first_layers(tmp_path / "model", 1), []
+    for backend in ("auto", "torch"):
+        settings = COMMON | {"linear_backend": backend, "attention_backend": "triton-interpret", "dtype": "float32"}
+        with LLM(folder, quantization="int4", **settings) as llm:
+            model = llm.engine_core._core.executor.worker.model_runner.model  # type: ignore[attr-defined]
+            names = {type(layer.product).__name__ for layer in model.modules() if hasattr(layer, "product")}
+            assert names == {"TritonInt4Linear" if backend == "auto" else "TorchInt4Linear"}
+            found.append(answers(llm))
+    assert found[0] == found[1]

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from quantized_checkpoints import awq, compressed, float8, gptq, int8, packed, write
-from safetensors.torch import load_file, save_file
+from quantized_checkpoints import CASES, COMMON, CPU, GPTQ, TURNED, changed, gptq, small_models, weights_of, write
+from safetensors.torch import load_file
 from small_adapters import write_adapter
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from stage02_server.features.dry_run.memory import estimate_memory
 from stage03_engine.arg_utils import EngineArgs
@@ -23,65 +21,18 @@ from stage03_engine.core.features.quantization.accuracy import logits_of
 from stage03_engine.core.features.quantized_checkpoints.readers import READERS
 from stage03_engine.core.features.quantized_checkpoints.schemes import CHECKS
 from stage03_engine.core.model_runner import ModelRunner
-from stage03_engine.core.models.gpt2 import Conv1D
 from stage03_engine.core.models.layers import Linear
 from stage03_engine.errors import ConfigError
 from stage03_engine.llm import LLM
-from stage03_engine.model_path import BUNDLED_FOLDER
 from stage03_engine.sampling_params import SamplingParams
 from stage04_kernels.backends.native import library
+from stage04_kernels.backends.native.linear import NativeLinear
 from stagetrace import trace
-
-COMMON: dict[str, Any] = {"device": "cpu", "dtype": "float32", "linear_backend": "torch"}
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Two small models with random weights."""
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 2048, "bos_token_id": None, "eos_token_id": None}
-    gpt2 = GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=96, **sizes)
-    llama = LlamaConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=96, tie_word_embeddings=False, **sizes,
-    )  # fmt: skip
-    folders = {}
-    for name, model in (("gpt2", GPT2LMHeadModel(gpt2)), ("llama", LlamaForCausalLM(llama))):
-        folders[name] = tmp_path_factory.mktemp(name)
-        model.save_pretrained(folders[name])
-        for file in ("tokenizer.json", "tokenizer_config.json"):
-            (folders[name] / file).write_bytes((BUNDLED_FOLDER / "gpt2-tiny" / file).read_bytes())
-    return folders
-
-
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
-FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
-GROUPS = {"num_bits": 4, "strategy": "group", "group_size": 32}
-CASES: dict[str, tuple[dict[str, Any], Callable[..., Any], dict[str, Any]]] = {
-    "gptq": (GPTQ, gptq, {}),
-    "gptq one group": (GPTQ | {"group_size": -1, "sym": True}, gptq, {"group": -1, "symmetric": True}),
-    "gptq last group smaller": (GPTQ | {"group_size": 40}, gptq, {"group": 40}),
-    "gptq act-order": (GPTQ | {"desc_act": True}, gptq, {"order": True}),
-    "gptq_v2": (GPTQ | {"checkpoint_format": "gptq_v2"}, gptq, {"version": 2}),
-    "gptq 8 bits": (GPTQ | {"bits": 8}, gptq, {"bits": 8}),
-    "awq": (AWQ, awq, {}),
-    "awq one group": (AWQ | {"group_size": -1}, awq, {"group": -1}),
-    "packed": (compressed("pack-quantized", GROUPS), packed, {}),
-    "packed zeros": (compressed("pack-quantized", GROUPS | {"symmetric": False}), packed, {"symmetric": False}),
-    "packed channels": (compressed("pack-quantized", {"num_bits": 4, "strategy": "channel"}), packed, {"group": -1}),
-    "packed 8 bits": (compressed("pack-quantized", {"num_bits": 8, "strategy": "channel"}), packed, {"group": -1, "bits": 8}),
-    "packed act-order": (compressed("pack-quantized", GROUPS | {"actorder": "group"}), packed, {"order": True}),
-    "int8": (compressed("int-quantized", {"num_bits": 8, "strategy": "channel"}), int8, {}),
-    "int8 zeros": (compressed("int-quantized", {"num_bits": 8, "strategy": "channel", "symmetric": False}), int8, {"symmetric": False}),
-    "float8 channels": (compressed("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}), float8, {}),
-    "float8 tensor": (compressed("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}), float8, {"one": True}),
-    "fp8": (FP8, float8, {"one": True}),
-    "fp8 blocks": (FP8 | {"weight_block_size": [24, 40]}, float8, {"block": (24, 40), "name": "weight_scale_inv"}),
-}  # fmt: skip
-TURNED = ("gptq", "awq")
-"""Methods that store a matrix the other way round than GPT-2 does."""
+    return small_models(tmp_path_factory.mktemp("plain"))
 
 
 @pytest.fixture(scope="module")
@@ -101,22 +52,6 @@ def made(plain: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Ca
     return make
 
 
-def weights_of(folder: Path, **settings: Any) -> dict[str, Tensor]:
-    """The model's weights; those of packed layers as their products have them."""
-    runner = ModelRunner(EngineArgs.from_kwargs(model=str(folder), **COMMON | settings), CPU)
-    runner.load_model()
-    found: dict[str, Tensor] = dict(runner.model.named_parameters())
-    for name, layer in runner.model.named_modules():
-        if isinstance(layer, Linear) and layer.product is not None:
-            product: Any = layer.product
-            matrix = torch.empty(layer.out_features, layer.in_features)
-            matrix[:, slice(None) if product.order is None else product.order] = product.matrix()
-            found[f"{name}.weight"] = matrix.T if isinstance(layer, Conv1D) else matrix
-            if product.bias is not None:
-                found[f"{name}.bias"] = product.bias
-    return found
-
-
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_weights_are_the_numbers_that_the_checkpoint_stands_for(
@@ -132,13 +67,18 @@ def test_weights_are_the_numbers_that_the_checkpoint_stands_for(
         )
 
 
+BY_8 = {"gptq 8 bits, one group"}
+BY_8_LLAMA = {"int8", "int8 W8A8", "int8 tensor", "packed 8 bits"}
+"""What the int8 product can use as it is. GPT-2's scales in compressed-tensors are those of its inputs."""
 PACKED = {"gptq", "gptq one group", "gptq last group smaller", "gptq act-order", "gptq_v2", "awq", "awq one group"}
 PACKED_LLAMA = {"packed", "packed zeros", "packed channels", "packed act-order"}
 """GPT-2 stores a matrix the other way round, so groups of the file's columns are groups of its outputs."""
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_four_bits_stay_packed(family: str, made: Callable[[str, str], tuple[Path, Path]]) -> None:
+def test_four_bits_stay_packed_and_eight_with_one_scale(
+    family: str, made: Callable[[str, str], tuple[Path, Path]]
+) -> None:
     for case in CASES:
         events: list[Any] = []
         runner = ModelRunner(EngineArgs.from_kwargs(model=str(made(family, case)[0]), **COMMON), CPU)
@@ -147,17 +87,22 @@ def test_four_bits_stay_packed(family: str, made: Callable[[str, str], tuple[Pat
             runner.load_model()
         finally:
             trace.watch(None)
-        packed = case in PACKED | (PACKED_LLAMA if family == "llama" else set())
+        by_4 = case in PACKED | (PACKED_LLAMA if family == "llama" else set())
+        by_8 = case in BY_8 | (BY_8_LLAMA if family == "llama" else set())
+        packed = by_4 or by_8
         layers = [layer for layer in runner.model.modules() if isinstance(layer, Linear)]
         quantized = 6 if family == "gpt2" else 11  # all but the second MLP
         assert sum(layer.product is not None for layer in layers) == quantized * packed, case
         (event,) = events
         assert event.args["layers"] == quantized and event.args["method"] == CASES[case][0]["quant_method"]
-        assert event.args["product"] == ("TorchInt4Linear" if packed else "dequantized")
+        assert event.args["product"] == ("TorchInt4Linear" if by_4 else "TorchInt8Linear" if by_8 else "dequantized")
         assert (event.args["bytes_after"] < 1.2 * event.args["bytes_before"]) is packed
 
 
-@pytest.mark.parametrize("case", ["gptq", "gptq act-order", "awq", "gptq 8 bits", "packed zeros", "fp8"])
+@pytest.mark.parametrize(
+    "case",
+    ["gptq", "gptq act-order", "awq", "gptq 8 bits", "packed zeros", "fp8", *sorted(BY_8 | BY_8_LLAMA), "int8 zeros"],
+)
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_a_dry_run_knows_what_the_weights_will_take(
     family: str, case: str, made: Callable[[str, str], tuple[Path, Path]]
@@ -170,13 +115,13 @@ def test_a_dry_run_knows_what_the_weights_will_take(
         if isinstance(layer, Linear) and layer.product is not None:
             product: Any = layer.product
             size += product.nbytes + (0 if product.bias is None else product.bias.nbytes)
-            size += 0 if product.order is None else 4 * len(product.order)
+            size += 0 if getattr(product, "order", None) is None else 4 * len(product.order)
     assert estimate_memory(config).weights == size
 
 
 @pytest.mark.skipif(library.problem() is not None, reason="no C++ compiler")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("case", ["gptq act-order", "awq", "packed zeros"])
+@pytest.mark.parametrize("case", ["gptq act-order", "awq", "packed zeros", *sorted(BY_8 | BY_8_LLAMA)])
 def test_the_compiled_product_gives_nearly_the_same_logits(
     case: str, dtype: str, made: Callable[[str, str], tuple[Path, Path]]
 ) -> None:
@@ -189,6 +134,56 @@ def test_the_compiled_product_gives_nearly_the_same_logits(
         logits.append(logits_of(runner.model, config, ids, getattr(torch, dtype)))
     assert not torch.equal(*logits)
     assert F.cosine_similarity(*logits, dim=-1).min() > 0.999
+
+
+@pytest.mark.skipif(library.problem() is not None, reason="no C++ compiler")
+def test_inputs_have_the_bits_that_the_checkpoint_asks_for(
+    made: Callable[[str, str], tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """W8A16 is never given less; W8A8 what this processor multiplies fastest. The product is the one of that flag, with the file's codes and scales."""
+    monkeypatch.setattr("stage03_engine.core.features.quantized_checkpoints.load.input_bits", lambda: 8)
+    for case, bits in (
+        ("int8", 16),
+        ("int8 W8A8", 8),
+        ("packed 8 bits", 16),
+        ("gptq 8 bits, one group", 16),
+    ):
+        quantized, twin = made("llama", case)
+        settings = COMMON | {"linear_backend": "native"}
+        runner = ModelRunner(EngineArgs.from_kwargs(model=str(quantized), **settings), CPU)
+        runner.load_model()
+        layer = runner.model.get_submodule("layers.0.self_attn.o_proj")
+        x, weight = (
+            torch.randn(3, 64, generator=torch.Generator().manual_seed(1)),
+            weights_of(twin)["layers.0.self_attn.o_proj.weight"],
+        )
+        found, exact = layer(x), F.linear(x.double(), weight.double())
+        scale = weights_scale(quantized, "model.layers.0.self_attn.o_proj")
+        codes = (weight.double() / scale[:, None]).round()
+        assert isinstance(layer.product, NativeLinear)
+        assert torch.equal(found, NativeLinear(codes.to(torch.int8), None, None, scale.float(), bits)(x)), case
+        assert (found - exact).abs().max() < (1e-4 if bits == 16 else 2e-2) * exact.abs().max(), case
+
+
+def test_triton_s_kernel_multiplies_by_the_codes_of_a_checkpoint(made: Callable[[str, str], tuple[Path, Path]]) -> None:
+    """Act-order and zeros included: the logits are the twin's."""
+    for case in ("gptq act-order", "awq", "packed zeros"):
+        logits = []
+        for folder, backend in zip(made("llama", case), ("auto", "torch"), strict=True):
+            settings = COMMON | {"linear_backend": backend, "attention_backend": "triton-interpret"}
+            config = EngineArgs.from_kwargs(model=str(folder), **settings)
+            runner = ModelRunner(config, CPU)
+            runner.load_model()
+            logits.append(logits_of(runner.model, config, torch.arange(5, 25), torch.float32))
+            product = runner.model.get_submodule("layers.0.self_attn.o_proj").product
+            assert type(product).__name__ == ("TritonInt4Linear" if backend == "auto" else "NoneType")
+        torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+
+
+def weights_scale(folder: Path, layer: str) -> Tensor:
+    tensors = load_file(folder / "model.safetensors")
+    name = next(name for name in (f"{layer}.weight_scale", f"{layer}.scales") if name in tensors)
+    return tensors[name].flatten().double()
 
 
 def test_every_method_is_tried() -> None:
@@ -256,21 +251,6 @@ def test_biases_of_zeros_for_layers_without_are_skipped(
 # Refusals
 
 
-def changed(folder: Path, to: Path, change: Callable[[dict[str, Tensor]], Any], **config: Any) -> Path:
-    """A copy with other tensors, and other keys in quantization_config."""
-    to = to / "changed"
-    to.mkdir(parents=True)
-    for file in folder.iterdir():
-        (to / file.name).write_bytes(file.read_bytes())
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, to / "model.safetensors")
-    values = json.loads((to / "config.json").read_text())
-    values["quantization_config"] |= config
-    (to / "config.json").write_text(json.dumps(values))
-    return to
-
-
 LAYER = "model.layers.0.self_attn.o_proj"
 
 
@@ -329,7 +309,7 @@ def test_a_layer_that_is_not_whole_is_named(
         ("awq", {"zero_point": False}, "zero_point = 'False' is not supported"),
         ("fp8", {"weight_block_size": [128]}, "weight_block_size must be two positive integers"),
         ("packed", {"format": "nvfp4-pack-quantized"}, "format 'nvfp4-pack-quantized' is not supported"),
-        ("packed", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is not supported"),
+        ("packed", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme: type is missing"),
         ("packed", {"config_groups": {}}, "names no group"),
         ("packed", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights"),
     ],

@@ -8,17 +8,28 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from kernel_guard import guard
 from torch import Tensor
 from torch.nn import functional as F
 
-from stage04_kernels.backends.int4_linear import Int4Weights, NativeInt4Linear, TorchInt4Linear, quantize
+from stage04_kernels.backends.int4_linear import (
+    Int4Weights,
+    NativeInt4Linear,
+    TorchInt4Linear,
+    native_int4,
+    quantize,
+    torch_int4,
+)
 from stage04_kernels.backends.linear import int4_group
 from stage04_kernels.backends.native import library
 from stage04_kernels.backends.native.graph import record
+from stage04_kernels.lab.tolerances import TOLERANCES
+from stage04_kernels.triton_kernels.int4_linear import TritonInt4Linear, triton_int4
 
 COMPILES = library.problem() is None
-PRODUCTS: dict[str, Callable[..., Any]] = {"twin": TorchInt4Linear} | ({"native": NativeInt4Linear} if COMPILES else {})
-INPUT_ERROR = {"twin": 1e-6, "native": 0.51 / 127}
+PRODUCTS: dict[str, Callable[..., Any]] = {"twin": TorchInt4Linear} | {"triton": TritonInt4Linear}
+PRODUCTS |= {"native": NativeInt4Linear} if COMPILES else {}
+INPUT_ERROR = {"twin": 1e-6, "triton": 1e-6, "native": 0.51 / 127}
 """The most that rounding changes an input by, as a share of its row's largest one."""
 
 
@@ -100,6 +111,35 @@ def test_every_product_is_that_of_plain_loops(
     if name == "native":
         for row in range(rows):
             assert torch.equal(product(x[row : row + 1])[0], result[row]), "a row depends on its neighbours"
+
+
+@pytest.mark.parametrize("group", [1, 24, 32, 64, 81, 128, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_kernel_reads_and_writes_what_is_its_own(dtype: torch.dtype, group: int) -> None:
+    """Sizes that fit no tile, between red zones; nor does a row depend on others, as far as one tile goes."""
+    generator = torch.Generator().manual_seed(group)
+    groups = -(-131 // group)
+    weights = Int4Weights(
+        torch.randint(0, 16, (37, 131), generator=generator).to(torch.uint8), torch.rand(37, groups, generator=generator) / 50,
+        torch.randint(0, 16, (37, groups), generator=generator).to(torch.uint8), group,
+    )  # fmt: skip
+    bias, x = torch.randn(37, generator=generator).to(dtype), torch.randn(19, 131, generator=generator).to(dtype)
+    product = TritonInt4Linear(weights, bias)
+    with guard() as report:
+        found = product(x)
+    assert not report.findings, report
+    tolerance = TOLERANCES[dtype]
+    torch.testing.assert_close(
+        found, TorchInt4Linear(weights, bias)(x), rtol=4 * tolerance.rtol, atol=4 * tolerance.atol
+    )
+    assert product(x[:0]).shape == (0, 37)
+
+
+def test_every_maker_takes_codes_as_they_are() -> None:
+    """Of a checkpoint, which are not quantized a second time."""
+    weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(3))
+    for make in (torch_int4, triton_int4, *([native_int4] if COMPILES else [])):
+        assert torch.equal(make(quantize(weight))(weight), make(weight)(weight))
 
 
 @pytest.mark.skipif(not COMPILES, reason="no C++ compiler")

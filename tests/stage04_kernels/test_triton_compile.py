@@ -78,11 +78,20 @@ def test_what_breaks_a_budget_is_said(change: dict[str, object], problem: str) -
 def test_every_kernel_of_the_package_is_compiled() -> None:
     """A new kernel must be named in compile.py."""
     from stage04_kernels.features.kv_cache_8bit import triton_kernels as codes
-    from stage04_kernels.triton_kernels import kv_write, layers, logprobs, lora, one_head, paged_attention, sampler
+    from stage04_kernels.triton_kernels import (
+        int4_linear,
+        kv_write,
+        layers,
+        logprobs,
+        lora,
+        one_head,
+        paged_attention,
+        sampler,
+    )
 
     launched = {
         name
-        for module in (codes, kv_write, layers, logprobs, lora, one_head, paged_attention, sampler)
+        for module in (codes, int4_linear, kv_write, layers, logprobs, lora, one_head, paged_attention, sampler)
         for name, value in vars(module).items()
         if type(value).__name__ in ("InterpretedFunction", "JITFunction") and value.fn.__module__ == module.__name__
     }
@@ -97,6 +106,7 @@ def test_every_kernel_of_the_package_is_compiled() -> None:
             "_softmax_step",
             "_store_rows",
             "_turn",
+            "_weights",
             "_tanh",
             "_write_heads",
         ),

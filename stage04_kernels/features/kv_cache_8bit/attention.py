@@ -77,6 +77,21 @@ def through_a_copy(backend: AttentionBackend, kv_format: KVFormat) -> AttentionB
     return attention
 
 
+def with_scales(attention: AttentionBackend, key_scale: float, value_scale: float) -> AttentionBackend:
+    """`attention` over a cache that holds key / key_scale and value / value_scale (vLLM: the scales of reshape_and_cache and of the kernels). Scores and
+    results are linear in keys and values, so the scales go before and behind any kernel, which need not know them."""
+
+    def scaled(
+        query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, scale: float,
+        window: int | None = None, rotation: Rotation | None = None, /,
+    ) -> Tensor:  # fmt: skip
+        stored = key / key_scale, value / value_scale
+        out = attention(query, *stored, kv_cache, metadata, scale * key_scale, window, rotation)
+        return out * value_scale
+
+    return scaled
+
+
 def choose_attention(backend: AttentionBackend, name: str, kv_format: KVFormat) -> tuple[str, AttentionBackend]:
     """(which path, the attention) for the backend that is called `name`, over a cache of codes."""
     twin = through_a_copy(backend, kv_format)

@@ -24,6 +24,7 @@ from stage04_kernels.triton_kernels.paged_attention import (
     _keys_of_program,
     _load_blocks,
     _scores,
+    _softmax_step,
     _store_rows,
     paged_attention_triton,
 )
@@ -179,13 +180,8 @@ def _paged_attention_8bit(
             value = value * tl.load(value_scale_ptr + at, mask=real_key, other=0.0)[:, None]
         value = value.to(query.dtype)
         scores = _scores(query, key.to(query.dtype), key_position, first_seen, last_seen, factor, HAS_WINDOW)
-        new_largest = tl.maximum(largest, tl.max(scores, 1))
-        shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-        rescale = tl.exp2(largest - shift)
-        weights = tl.exp2(scores - shift[:, None])
-        total = total * rescale + tl.sum(weights, 1)
-        mixed = mixed * rescale[:, None] + tl.dot(weights.to(query.dtype), value, input_precision="ieee").to(tl.float32)
-        largest, block = new_largest, next_block
+        largest, total, mixed = _softmax_step(scores, value, largest, total, mixed)
+        block = next_block
     out_row = (query_row * (NUM_KV_HEADS * GROUP) + head) * NUM_SPLITS + split
     _store_rows(out_ptr, lse_ptr, out_row, real_row, dim, real_dim, largest, total, mixed, HEAD_DIM, NUM_SPLITS)
 

@@ -15,6 +15,7 @@ TYPES = {
     "f16": (gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16),
     "bf16": (gguf.GGMLQuantizationType.BF16, gguf.LlamaFileType.MOSTLY_BF16),
     "q8_0": (gguf.GGMLQuantizationType.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
+    "q4_0": (gguf.GGMLQuantizationType.Q4_0, gguf.LlamaFileType.MOSTLY_Q4_0),
 }
 NAMES = {
     "ln_1": "attn_norm", "ln_2": "ffn_norm", "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output",
@@ -25,7 +26,7 @@ NAMES = {
 
 def write(folder: Path, kind: str, target: Path) -> None:
     """Write `target`, under another name first. Matrices get the type; norms, biases and positions stay float32, as
-    llama.cpp's own converter leaves them."""
+    llama.cpp's own converter leaves them. The output matrix of q4_0 is q8_0: ours is int8 beside int4."""
     torn = target.with_suffix(".torn")
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     writer = gguf.GGUFWriter(str(torn), "gpt2")
@@ -33,8 +34,9 @@ def write(folder: Path, kind: str, target: Path) -> None:
     _write_vocabulary(writer, folder, config["eos_token_id"])
     for name, tensor in _tensors(folder / "model.safetensors", config["n_layer"]).items():
         small = tensor.ndim == 1 or name.startswith("position_embd") or kind == "f32"
-        data = tensor if small else gguf.quants.quantize(tensor, TYPES[kind][0])
-        writer.add_tensor(name, data, raw_dtype=None if small else TYPES[kind][0])
+        type_ = TYPES["q8_0" if kind == "q4_0" and name.startswith("token_embd") else kind][0]
+        data = tensor if small else gguf.quants.quantize(tensor, type_)
+        writer.add_tensor(name, data, raw_dtype=None if small else type_)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -15,6 +15,7 @@ from race.workloads import Generate
 
 NUMBERS: dict[str, dict[str, str]] = {
     "float32": {"dtype": "float32"}, "bfloat16": {"dtype": "bfloat16"}, "int8": {"quantization": "int8"},
+    "int4": {"quantization": "int4"},
 }  # fmt: skip
 """Precision -> the settings that ask for it."""
 

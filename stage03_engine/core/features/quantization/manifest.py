@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,9 @@ METHODS = {
     "int4": (f"{INT4}:torch_int4", f"{INT4}:native_int4"),
 }
 """Name -> "module:function" that quantizes and packs a weight: the slow twin, and the compiled one."""
+TRITON = {"int4": "stage04_kernels.triton_kernels.int4_linear:triton_int4"}
+"""Method -> the same with a kernel of Triton's, which goes with the attention backends of that name."""
+INTERPRETED = "stage04_kernels.triton_kernels.interpreted"
 OUTPUT_MATRIX = {"int4": "int8"}
 """Method -> that of the output matrix, if it is another one: it alone did most of the harm."""
 NATIVE_PROBLEM = "stage04_kernels.backends.native.library:problem"
@@ -75,6 +79,15 @@ class QuantizationFlags:
 def product_of(config: Any, method: str) -> tuple[str, str]:
     """("module:function" that quantizes and packs a weight, why it is not the compiled one or "")."""
     twin, compiled = METHODS[method]
+    backend = config.device_config.attention_backend
+    if (
+        method in TRITON
+        and backend.startswith("triton")
+        and getattr(config.device_config, "linear_backend", "auto") == "auto"
+    ):
+        if backend == "triton-interpret":
+            importlib.import_module(INTERPRETED)  # before Triton itself
+        return TRITON[method], ""
     return (twin, reason) if (reason := no_native(config)) else (compiled, "")
 
 
@@ -82,7 +95,7 @@ def no_native(config: Any) -> str:
     """Why no compiled product of quantized weights can be used; "" if it can."""
     device = config.device_config
     if device.device != "cpu":
-        return f"there is no kernel of quantized weights for --device {device.device}"
+        return f"no product of these weights is compiled for --device {device.device}"
     if getattr(device, "linear_backend", "auto") == "torch":
         return "--linear-backend torch"
     if config.model_config.dtype == "float16":
@@ -95,6 +108,7 @@ FEATURE = Feature(
     name="quantization",
     help="weights of 8 or 4 bits",
     room=__package__,
+    also=("stage03_engine.core.features.accuracy",),  # the command of kv_cache_dtype needs it too
     settings={"ModelConfig": Quantization, "VllmConfig": QuantizationFlags},
     after=("distributed", "lora"),
     events=("weights.quantized",),

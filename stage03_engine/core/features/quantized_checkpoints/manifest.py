@@ -45,7 +45,10 @@ class CheckpointFlags:
             return {}
         from stage03_engine.core.features.quantized_checkpoints.schemes import checked
 
-        return {"checkpoint_quantization": checked(path, key, config[key])}
+        found: dict[str, Any] = {"checkpoint_quantization": checked(path, key, config[key])}
+        if config[key].get("kv_cache_scheme") and values.get("kv_cache_dtype") == "auto":
+            found["kv_cache_dtype"] = "fp8"  # as in vLLM
+        return found
 
     @staticmethod
     def check(config: VllmConfig) -> None:

@@ -44,6 +44,19 @@ class Grid:
         sorted_groups, order = self.groups().sort(stable=True)
         return order if torch.equal(sorted_groups, torch.arange(len(order)) // self.group) else None
 
+    def largest_code(self) -> float:
+        """The largest |code - zero| that there can be."""
+        return torch.finfo(self.codes.dtype).max if self.codes.is_floating_point() else float(2**self.bits)
+
+    def whole_numbers(self) -> Tensor | None:
+        """int8 [rows, columns]: code - zero, if these are whole numbers of 8 bits, and a row has one scale."""
+        if self.bits != 8 or self.codes.is_floating_point() or self.scale.shape[1] != 1:
+            return None
+        if self.zero is None:
+            return self.codes
+        middle = int(self.codes.dtype == torch.uint8) << 7
+        return (self.codes.to(torch.int16) - middle).to(torch.int8) if (self.zero == middle).all() else None
+
     def values(self) -> Tensor:
         """float32 [rows, columns]"""
         of = self.groups()
@@ -103,11 +116,16 @@ class Reader:
     """Made with a checked quantization_config."""
 
     names: tuple[str, ...] = ()  # ends of the names of tensors that only a quantized layer has
-    dropped: tuple[str, ...] = ("input_scale", "output_scale", "input_zero_point", "output_zero_point")
-    """Of activations, which are not quantized here."""
+    dropped: tuple[str, ...] = (
+        "input_scale", "output_scale", "input_zero_point", "output_zero_point",
+        "q_scale", "k_scale", "v_scale", "kv_scale", "prob_scale", "k_zero_point", "v_zero_point",
+    )  # fmt: skip
+    """Of activations, which are not quantized here, and of a KV cache, unless it has 8 bits: then `--kv-cache-dtype` takes them."""
     as_stored = (
-        False  # True: rows and columns are those of the module's own weight; False: outputs and inputs, whatever it is
+        False  # True: rows, columns are those of the module's own weight; False: outputs, inputs, whatever it is
     )
+    positive = False
+    """Are all scales above 0? Formats that keep them in float16 may round one to 0, and AutoRound makes negative ones for GPTQ and AWQ."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = config
@@ -120,6 +138,10 @@ class Reader:
         """Does the configuration say that this layer is not quantized?"""
         left_out = self.config.get("modules_to_not_convert") or self.config.get("ignored_layers") or ()
         return any(layer == name or f".{name}." in f".{layer}." for name in left_out)
+
+    def inputs_of_8_bits(self, layer: str) -> bool:
+        """Is the layer meant to be given inputs of 8 bits?"""
+        return False
 
     def read(self, parts: Parts, rows: int, columns: int) -> Grid:
         """The layer's matrix. Raises ConfigError, with the name of the layer, for tensors that are missing or do not fit."""
@@ -175,6 +197,7 @@ class FP8(Reader):
 
     names = ("weight_scale", "weight_scale_inv")
     as_stored = True
+    positive = True
 
     def read(self, parts: Parts, rows: int, columns: int) -> Grid:
         codes = parts.get("weight", (FLOAT8,), rows, columns)
@@ -190,21 +213,27 @@ class CompressedTensors(Reader):
 
     names = ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape")
     as_stored = True
+    positive = True
 
     def is_left_out(self, layer: str) -> bool:
         return any(_means(target, layer) for target in self.config.get("ignore") or ())
 
-    def _scheme(self, layer: str) -> tuple[str, Mapping[str, Any]]:
-        """(format, settings of the weights) of the group that the layer is in. One that is named goes before its class."""
+    def _group(self, layer: str) -> Mapping[str, Any]:
+        """The settings of the group that the layer is in. One that is named goes before its class."""
         groups = self.config["config_groups"].values()
         named = [group for group in groups if any(_means(target, layer) for target in group["targets"])]
         by_class = [group for group in groups if {"Linear", "Conv1D"} & set(group["targets"])]
         if not (found := named or by_class):
             raise ConfigError(f"{layer} is quantized, but no group of quantization_config names it")
-        return found[0].get("format") or self.config["format"], found[0]["weights"]
+        settings: Mapping[str, Any] = found[0]
+        return settings
+
+    def inputs_of_8_bits(self, layer: str) -> bool:
+        return (self._group(layer).get("input_activations") or {}).get("num_bits") == 8
 
     def read(self, parts: Parts, rows: int, columns: int) -> Grid:
-        format_, weights = self._scheme(parts.layer)
+        settings = self._group(parts.layer)
+        format_, weights = settings.get("format") or self.config["format"], settings["weights"]
         strategy, bits = weights.get("strategy") or "channel", weights["num_bits"]
         if strategy == "block":
             codes = parts.get("weight", QUANTIZED, rows, columns)

@@ -100,16 +100,28 @@ def _check_fp8(given: Settings) -> None:
     given.block("weight_block_size")
 
 
+def _check_cache(given: Settings) -> None:
+    """fp8 with a scale for each layer (vLLM: CompressedTensorsKVCacheMethod.validate_kv_cache_scheme)."""
+    given.needs("num_bits")
+    given.only("num_bits", 8)
+    given.needs("type")
+    given.only("type", "float")
+    given.only("strategy", "tensor")
+    given.only("symmetric", True)
+    given.only("dynamic", False)
+
+
 def _check_compressed(given: Settings) -> None:
     groups = given.inner("config_groups")
     given.only("quantization_status", "compressed")
-    for key in ("kv_cache_scheme", "transform_config"):
-        if given.values.get(key):
-            given.refuse(f"{key} is not supported")
+    if given.values.get("transform_config"):
+        given.refuse("transform_config is not supported")
+    if given.values.get("kv_cache_scheme"):
+        _check_cache(given.inner("kv_cache_scheme"))
     sparsity = given.values.get("sparsity_config") or {}
     if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
         given.refuse("sparsity_config: sparse weights are not supported")
-    if not groups.values:
+    if not groups.values and not given.values.get("kv_cache_scheme"):
         given.refuse("config_groups names no group")
     for name in groups.values:
         group = groups.inner(name)
@@ -119,6 +131,8 @@ def _check_compressed(given: Settings) -> None:
         targets = group.values.get("targets")
         if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
             group.refuse(f"targets must be a list of names, not {str(targets)[:80]!r}")
+        if group.values.get("input_activations") is not None:
+            group.inner("input_activations")
         weights = group.inner("weights")
         bits = (4, 8) if format_ == "pack-quantized" else (8,)
         weights.needs("num_bits")
