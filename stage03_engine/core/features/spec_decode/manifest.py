@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -121,7 +121,7 @@ def wants_draft_model(given: dict[str, Any]) -> bool:
             f"speculative_config: method {method!r} ({NOT_BUILT[method]}) is not built; 'ngram' and 'draft_model' are"
         )
     if method not in (None, "ngram", "draft_model"):
-        raise ConfigError(f"speculative_config: method must be 'ngram' or 'draft_model', not {method!r}")
+        raise refused("method", "must be 'ngram' or 'draft_model'", method)
     return method == "draft_model" or (method is None and given.get("model") is not None)
 
 
@@ -130,7 +130,7 @@ def parse_speculative_config(given: dict[str, Any] | None) -> dict[str, Any]:
     of the other. Raises ConfigError that names the key."""
     if given is None:
         return {}
-    check_keys("speculative_config", given, NGRAM_KEYS)
+    given = keys_of(given, NGRAM_KEYS)
     if given.get("method") != "ngram":
         raise ConfigError("speculative_config: give a method ('ngram'), or a model that drafts")
     count = positive("num_speculative_tokens", given.get("num_speculative_tokens"))
@@ -147,11 +147,23 @@ def parse_speculative_config(given: dict[str, Any] | None) -> dict[str, Any]:
     }
 
 
+def keys_of(given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """What is given: null is as good as nothing, as in vLLM. Raises ConfigError that names a key that is not `known`."""
+    check_keys("speculative_config", given, known)
+    return {key: value for key, value in given.items() if value is not None}
+
+
 def positive(key: str, value: Any) -> int:
     """A number of tokens. Raises ConfigError that names the key."""
     if type(value) is not int or not 1 <= value <= MAX_VALUE:  # not isinstance: True is no number here
-        raise ConfigError(f"speculative_config: {key} must be an integer in [1, {MAX_VALUE}], not {value!r}")
+        raise refused(key, f"must be an integer in [1, {MAX_VALUE}]", value)
     return value
+
+
+def refused(key: str, rule: str, value: object, why: str = "") -> ConfigError:
+    """One line about a key's value, however long that is."""
+    reason = f": {why}" if why else ""
+    return ConfigError(f"speculative_config: {key} {rule}, not {repr(value)[:100]}{reason}")
 
 
 FEATURE = Feature(
