@@ -47,6 +47,20 @@ def parse_draft_model(given: dict[str, Any], values: Mapping[str, Any], files: M
     """The internal fields of SpeculativeConfig. Raises ConfigError that names the key, or says why the draft does not fit, and
     ModelNotFoundError."""
     given = keys_of(given, KEYS)
+    fields = parse_drafter(given)
+    # the target may be stored in a way that the draft is not: slices, or pickled
+    draft = _find(given["model"], "dummy" if values["load_format"] == "dummy" else "auto", files, values)
+    return fields | {
+        "method": "draft_model",
+        "draft_model_path": draft.model_path,
+        "draft_load_format": "dummy" if values["load_format"] == "dummy" else draft.load_format,
+        "draft_shape": asdict(draft.shape),
+        "draft_max_model_len": context(given, draft.shape.max_position_embeddings, "the draft's context"),
+    }
+
+
+def parse_drafter(given: dict[str, Any]) -> dict[str, Any]:
+    """The fields of whatever drafts with weights of its own, a model or heads. Raises ConfigError that names the key."""
     for key, (value, why) in ONLY.items():
         if key in given and (type(given[key]) is not type(value) or given[key] != value):  # 1.0 and True are not 1
             raise refused(key, f"can only be {value!r}", given[key], why)
@@ -60,15 +74,8 @@ def parse_draft_model(given: dict[str, Any], values: Mapping[str, Any], files: M
     if type(adaptive) is not bool:
         raise refused("adaptive_num_speculative_tokens", "must be true or false", adaptive)
     count = positive("num_speculative_tokens", given.get("num_speculative_tokens"))
-    # the target may be stored in a way that the draft is not: slices, or pickled
-    draft = _find(model, "dummy" if values["load_format"] == "dummy" else "auto", files, values)
     return {
-        "method": "draft_model",
         "num_speculative_tokens": count,
-        "draft_model_path": draft.model_path,
-        "draft_load_format": "dummy" if values["load_format"] == "dummy" else draft.load_format,
-        "draft_shape": asdict(draft.shape),
-        "draft_max_model_len": _context(given.get("max_model_len"), draft),
         "draft_sample_method": method,
         "adaptive_num_speculative_tokens": adaptive,
         "num_speculative_tokens_per_batch_size": _by_batch_size(given.get("num_speculative_tokens_per_batch_size", []), count),
@@ -122,13 +129,11 @@ def _difference(own: dict[str, Any], theirs: dict[str, Any]) -> str:
     return f"{token!r} is token {own.get(token)} of the draft and {theirs.get(token)} of the target"
 
 
-def _context(asked: Any, draft: ModelFiles) -> int:
-    """Up to where it drafts: its own context, or less."""
-    longest = draft.shape.max_position_embeddings
-    if asked is None:
-        return longest
+def context(given: dict[str, Any], longest: int, whose: str) -> int:
+    """Up to where it drafts: all of its context, or less. Raises ConfigError."""
+    asked = given.get("max_model_len", longest)
     if type(asked) is not int or not 1 <= asked <= longest:
-        raise refused("max_model_len", f"must be an integer in [1, {longest}], the draft's context", asked)
+        raise refused("max_model_len", f"must be an integer in [1, {longest}], {whose}", asked)
     return asked
 
 
