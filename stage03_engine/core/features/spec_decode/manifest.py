@@ -90,11 +90,21 @@ class SpecDecodeFlags:
 
     @staticmethod
     def check(config: VllmConfig) -> None:
-        """Raises ConfigError if the model generates nothing, or a model that drafts has no place."""
-        method = config.speculative_config.method
+        """Raises ConfigError if the model generates nothing, the tokens would depend on the batch, or a model that drafts has no place."""
+        own = config.speculative_config
+        method = own.method
         if method is not None and "generate" not in config.supported_tasks:
             raise ConfigError(
                 "runner pooling generates nothing, so there is nothing to speculate; leave out one of the two"
+            )
+        if (
+            method is not None
+            and own.draft_sample_method == "probabilistic"
+            and getattr(config.device_config, "batch_invariant", False)
+        ):
+            raise ConfigError(
+                "speculative_config: draft_sample_method probabilistic cannot be combined with batch_invariant: a token depends on whether it was "
+                "drafted, and that on the other requests; coupled and greedy leave all tokens alone"
             )
         if method == "draft_model":
             load(DRAFT_MODEL + "check_draft_model")(config)
