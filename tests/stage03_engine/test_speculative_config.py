@@ -13,6 +13,7 @@ from stage03_engine.errors import StagesError
 
 BASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "a draft model": ({"model": "gpt2-tiny-draft", "num_speculative_tokens": 2}, draft_model_config.KEYS),
+    "Medusa heads": ({"method": "medusa", "model": "HEADS", "num_speculative_tokens": 2}, draft_model_config.KEYS),
     "n-grams": ({"method": "ngram", "num_speculative_tokens": 2}, NGRAM_KEYS),
 }
 VALUES: tuple[Any, ...] = (
@@ -33,9 +34,21 @@ def is_taken(key: str, value: Any) -> bool:
     return any(repr(value) == repr(each) for each in TAKEN.get(key, ()))
 
 
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """BASES, with a folder where HEADS stands; its weights are not read yet."""
+    folder = tmp_path_factory.mktemp("heads")
+    (folder / "config.json").write_text('{"model_type": "medusa", "num_heads": 3}')
+    (folder / "model.safetensors").touch()
+    return {
+        name: base | ({"model": str(folder)} if base.get("model") == "HEADS" else {})
+        for name, (base, _) in BASES.items()
+    }
+
+
 @pytest.mark.parametrize(("name", "key"), [(name, key) for name, (_, keys) in BASES.items() for key in keys])
-def test_every_key_with_every_kind_of_value(name: str, key: str) -> None:
-    base, _ = BASES[name]
+def test_every_key_with_every_kind_of_value(name: str, key: str, bases: dict[str, dict[str, Any]]) -> None:
+    base = bases[name]
     for value in VALUES:
         given = base | {key: value}
         if is_taken(key, value):
@@ -49,8 +62,8 @@ def test_every_key_with_every_kind_of_value(name: str, key: str) -> None:
 
 
 @pytest.mark.parametrize("name", BASES)
-def test_null_is_as_good_as_nothing(name: str) -> None:
-    base, keys = BASES[name]
+def test_null_is_as_good_as_nothing(name: str, bases: dict[str, dict[str, Any]]) -> None:
+    base, keys = bases[name], BASES[name][1]
     plain = EngineArgs.from_kwargs(model="gpt2-tiny", speculative_config=base).speculative_config
     nothing = {key: None for key in keys if key not in base}
     found = EngineArgs.from_kwargs(model="gpt2-tiny", speculative_config=base | nothing).speculative_config
