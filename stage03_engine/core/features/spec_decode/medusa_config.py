@@ -10,7 +10,7 @@ from stage03_engine.core.features.spec_decode.draft_model_config import KEYS, co
 from stage03_engine.core.features.spec_decode.manifest import keys_of, refused
 from stage03_engine.errors import ModelNotFoundError
 from stage03_engine.hf_config import Config
-from stage03_engine.model_path import canonical_name, find_folder, weight_files
+from stage03_engine.model_path import canonical_name, locate, weight_files
 
 if TYPE_CHECKING:
     from stage03_engine.model_path import ModelFiles
@@ -25,7 +25,7 @@ def parse_medusa(given: dict[str, Any], values: Mapping[str, Any], files: ModelF
     fields = parse_drafter(given)
     dummy = values["load_format"] == "dummy"
     try:
-        folder, _ = find_folder(canonical_name(given["model"]), "model", _has_config, dummy, None)
+        folder, _ = locate(canonical_name(given["model"]), "model", _has_config, dummy, None)
         if not _has_config(folder):
             raise ModelNotFoundError(f"{folder} is not a model: it has no config.json")
         if not dummy:
