@@ -1,5 +1,5 @@
-"""Medusa: heads on the target's last hidden state, each of which guesses one token (vllm/model_executor/models/medusa.py,
-vllm/v1/spec_decode/medusa.py; Cai et al. 2024).
+"""Medusa: heads on the target's last hidden state, each of which guesses one token (vllm/model_executor/models/medusa.py (0.11),
+vllm/v1/spec_decode/medusa.py (0.11); Cai et al. 2024).
 
     hidden state of position t | output matrix: token t + 1 | head 0: token t + 2 | head 1: token t + 3 | ...
 

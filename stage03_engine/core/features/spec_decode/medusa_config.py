@@ -1,4 +1,4 @@
-"""`--speculative-config '{"method": "medusa", ...}'`: the heads' config.json, and whether they fit the target (vllm/transformers_utils/configs/medusa.py)."""
+"""`--speculative-config '{"method": "medusa", ...}'`: the heads' config.json, and whether they fit the target (vllm/transformers_utils/configs/medusa.py (0.11))."""
 
 from __future__ import annotations
 
