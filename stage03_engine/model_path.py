@@ -88,7 +88,7 @@ def resolve_model(
         for change in asked("engine", "changed_shape", settings):
             known = change(known, settings)
         return ModelFiles(name, None, tokenizer_path, known, "known shape")
-    folder, where = _find(name, "model", _has_config if dummy else partial(has_model, load_format), dummy, settings)
+    folder, where = locate(name, "model", _has_config if dummy else partial(has_model, load_format), dummy, settings)
     if not _has_config(folder):
         raise ModelNotFoundError(f"{folder} is not a model: it has no config.json")
     shape = read_shape(folder, settings)
@@ -136,13 +136,13 @@ def weight_files(folder: Path, load_format: str = "auto") -> list[Path]:
 
 def find_tokenizer(name: str, offline: bool, settings: object = None) -> str:
     """The folder that holds the tokenizer of a model. Raises ModelNotFoundError."""
-    folder, _ = _find(canonical_name(name), "tokenizer", _has_tokenizer, offline, settings)
+    folder, _ = locate(canonical_name(name), "tokenizer", _has_tokenizer, offline, settings)
     if not _has_tokenizer(folder):
         raise ModelNotFoundError(f"{folder} has no tokenizer: neither tokenizer.json, nor vocab.json and merges.txt")
     return str(folder)
 
 
-def _find(name: str, what: str, complete: Callable[[Path], bool], offline: bool, settings: object) -> tuple[Path, str]:
+def locate(name: str, what: str, complete: Callable[[Path], bool], offline: bool, settings: object) -> tuple[Path, str]:
     """The folder of `name` and where it was found. A folder that the user names is used even if it is incomplete, so
     that the error is about that folder; a cached one is used only if it is complete."""
     path = Path(os.path.expanduser(name))

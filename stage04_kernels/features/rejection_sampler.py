@@ -22,7 +22,6 @@ from torch import Tensor
 
 from stage04_kernels.sampler import SamplingMetadata, random_words, sample_random, transform_rows
 
-NO_DRAFT = -1
 DRAFT_NOISE, ACCEPT_NOISE = 0x6472_6166_7400_0001, 0x6472_6166_7400_0002
 """What a seed is XORed with, so that the draft's noise and the coins of acceptance do not depend on the target's noise."""
 
@@ -36,15 +35,12 @@ def num_accepted(sampled: Tensor, drafts: list[list[int]]) -> list[int]:
     With n drafts accepted, the first n + 1 samples of the request are its new tokens: the last of them replaces the
     rejected draft or, after the last draft, is the bonus token.
     """
-    longest = max((len(draft) for draft in drafts), default=0)
-    if longest == 0:
-        return [0] * len(drafts)
-    padded = torch.tensor([draft + [NO_DRAFT] * (longest - len(draft)) for draft in drafts], device=sampled.device)
-    counts = torch.tensor([len(draft) + 1 for draft in drafts], device=sampled.device)
-    first = counts.cumsum(0) - counts  # [num_requests]: the first position of each
-    places = first[:, None] + torch.arange(longest, device=sampled.device)  # [num_requests, longest]
-    equal = sampled[places.clamp(max=len(sampled) - 1)] == padded  # padding differs from every token
-    return equal.long().cumprod(dim=1).sum(dim=1).tolist()
+    token_ids, kept, first = sampled.tolist(), list[int](), 0
+    for draft in drafts:
+        agree = [token_id == guess for token_id, guess in zip(token_ids[first : first + len(draft)], draft)]
+        kept.append(agree.index(False) if False in agree else len(draft))
+        first += len(draft) + 1
+    return kept
 
 
 def propose(logits: Tensor, metadata: SamplingMetadata) -> tuple[Tensor, Tensor]:

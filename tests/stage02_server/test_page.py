@@ -399,3 +399,19 @@ def test_a_single_engine_has_no_name_whatever_its_number(script: Any) -> None:
     assert one["name"] == "" and not one["past"] and one["rows"]
     assert script.text_content("#live-title") == "The engine, live"
     assert script.get_attribute("#pictures", "role") is None
+
+
+def test_drafts_by_place_or_nothing_at_all(script: Any) -> None:
+    """Of four requests' drafts in a step: 4 were verified in the first place, 3 in the second. A state in between forgets nothing."""
+    state = life(3)[0][0]
+    script.evaluate(READ_VIEWS, [[line for line in state if "spec.verified" not in line]])
+    assert not script.is_visible("#drafts")
+    told = [(2, 2), (1, 2), (0, 2), (0, 1)]
+    verified = [
+        json.dumps({"proc": "EngineCore_DP0", "name": "spec.verified", "req": "a", "step": 9, "args": {"accepted": a, "drafted": d}})
+        for a, d in told
+    ]  # fmt: skip
+    script.evaluate(READ_VIEWS, [verified[:2], [state[0]], verified[2:]])
+    assert script.is_visible("#drafts") and script.text_content("#drafts-text") == "50 % · 33 %"
+    script.evaluate("views[0].state.clear(); views[0].draw()")
+    assert not script.is_visible("#drafts"), "another engine begins from nothing"

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from drafting import counts_of
 from prometheus_client import CollectorRegistry
 
-from stage03_engine.core.features.debug.scheduler_checks import check_invariants
 from stage03_engine.frontend.detokenizer import IncrementalDetokenizer
 from stage03_engine.frontend.features.prometheus.prometheus import PrometheusStatLogger
 from stage03_engine.frontend.metrics import IterationStats
@@ -43,16 +43,7 @@ PARAMS = [
 def run(**settings: Any) -> tuple[list[CompletionOutput], dict[str, int]]:
     with LLM("gpt2-tiny", **COMMON | settings) as llm:
         outputs = [output.outputs[0] for output in llm.generate(PROMPTS, PARAMS)]
-        numbers = {}
-        if not settings.get("multiprocess"):
-            scheduler = llm.engine_core._core.scheduler
-            stats = scheduler.stats.counts
-            numbers = {"steps": scheduler.step, "preempted": scheduler.stats.num_preemptions}
-            numbers |= {
-                "drafted": stats.get("spec_decode_num_draft_tokens", 0),
-                "accepted": stats.get("spec_decode_num_accepted_tokens", 0),
-            }
-            check_invariants(scheduler)
+        numbers = {} if settings.get("multiprocess") else counts_of(llm)
     return outputs, numbers
 
 

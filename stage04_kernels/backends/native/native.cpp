@@ -78,7 +78,8 @@ static floats exp_of(floats x) {
 // in any bit, on its neighbours.
 
 constexpr int NR = 2 * V, KC = 256, AHEAD = 32, BLOCK = 1 << 16;
-constexpr int PANELS = 4;  // side by side for one row: no multiply-add waits for the one before, and memory is read in four places
+constexpr int PANELS = 4;  // side by side for few rows: no multiply-add waits for the one before, and memory is read in four places
+constexpr int FEW_ROWS = 3;  // with more, their sums no longer fit into the registers
 
 static inline void unpack(const float* w, floats out[2]) {
   out[0] = *(const any_floats*)w;
@@ -118,14 +119,14 @@ static inline void tile(
       for (int half = 0; half < 2; half++) *(any_floats*)(sums + m * P * NR + p * NR + half * V) = sum[m][p][half];
 }
 
-// `tile` for a number of rows that is only known now, 1 to MR.
-template <class T, int M = MR>
+// `tile` for a number of rows that is only known now, 1 to M.
+template <class T, int M = MR, int P = 1>
 static void rows_tile(
-    int rows, const float* x, long row, const T* w, float* sums, int count, bool first, const T* prefetch
+    int rows, const float* x, long row, const T* w, long panel, float* sums, int count, bool first, const T* prefetch
 ) {
   if constexpr (M > 1)
-    if (rows < M) return rows_tile<T, M - 1>(rows, x, row, w, sums, count, first, prefetch);
-  tile<M, 1, T>(x, row, w, 0, sums, count, first, prefetch);
+    if (rows < M) return rows_tile<T, M - 1, P>(rows, x, row, w, panel, sums, count, first, prefetch);
+  tile<M, P, T>(x, row, w, panel, sums, count, first, prefetch);
 }
 
 enum Activation { NONE, GELU_TANH };
@@ -136,10 +137,11 @@ static inline floats activated(floats x, int activation) {
   return x / (1.0f + exp_of(-inner));
 }
 
-// Makes results of a panel's sums [rows, NR]. `first` is the panel's first output.
+// Makes results of a panel's sums [rows, NR], `row` numbers apart. `first` is the panel's first output.
 template <class Y>
 static void finish(
-    const float* sums, const float* scale, const float* bias, int activation, Y* y, long rows, long first, long outputs
+    const float* sums, const float* scale, const float* bias, int activation, Y* y, long rows, long first, long outputs,
+    long row = NR
 ) {
   alignas(64) float factor[NR], offset[NR], result[NR];
   const int count = std::min<long>(NR, outputs - first);
@@ -147,7 +149,7 @@ static void finish(
   std::fill(offset, offset + NR, 0.0f);
   if (scale) std::copy(scale + first, scale + first + count, factor);
   if (bias) std::copy(bias + first, bias + first + count, offset);
-  for (long m = 0; m < rows; m++, sums += NR, y += outputs) {
+  for (long m = 0; m < rows; m++, sums += row, y += outputs) {
     for (int j = 0; j < NR; j += V)
       *(floats*)(result + j) =
           activated(*(any_floats*)(sums + j) * *(floats*)(factor + j) + *(floats*)(offset + j), activation);
@@ -165,19 +167,24 @@ static void linear(
     long outputs, int threads
 ) {
   const long num_panels = (outputs + NR - 1) / NR, panel = inputs * NR;
-  if (rows == 1) {
+  if (rows <= FEW_ROWS) {
     constexpr int P = PANELS;
     const long groups = (num_panels + P - 1) / P;
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 4)
     for (long group = 0; group < groups; group++) {
-      alignas(64) float sums[P * NR];
+      alignas(64) float sums[FEW_ROWS * P * NR];
       const long first = group * P;
-      const int here = std::min<long>(P, num_panels - first);
+      const int here = std::min<long>(P, num_panels - first), each = here == P ? P : 1;
+      const T* own = w + first * panel;
       if (here == P)
-        tile<1, P, T>(x, inputs, w + first * panel, panel, sums, inputs, true, nullptr);
+        rows_tile<T, FEW_ROWS, P>(rows, x, inputs, own, panel, sums, inputs, true, nullptr);
       else
-        for (int p = 0; p < here; p++) tile<1, 1, T>(x, inputs, w + (first + p) * panel, 0, sums + p * NR, inputs, true, nullptr);
-      for (int p = 0; p < here; p++) finish(sums + p * NR, scale, bias, activation, y, 1, (first + p) * NR, outputs);
+        for (int p = 0; p < here; p++)
+          rows_tile<T, FEW_ROWS>(rows, x, inputs, own + p * panel, 0, sums + p * rows * NR, inputs, true, nullptr);
+      for (int p = 0; p < here; p++)
+        finish(
+            sums + p * (here == P ? 1 : rows) * NR, scale, bias, activation, y, rows, (first + p) * NR, outputs, each * NR
+        );
     }
     return;
   }
@@ -195,7 +202,7 @@ static void linear(
       const long begin = block * num_tiles / num_blocks, end = (block + 1) * num_tiles / num_blocks;
       const T* own = w + p * panel;
       if (rows <= MR)
-        rows_tile<T>(rows, x, inputs, own, sums, inputs, true, own + AHEAD * NR);
+        rows_tile<T>(rows, x, inputs, own, 0, sums, inputs, true, own + AHEAD * NR);
       else
         for (long k = 0; k < inputs; k += KC) {
           const int count = std::min<long>(KC, inputs - k);
@@ -209,7 +216,7 @@ static void linear(
           for (long t = begin; t < end; t++) {
             const long low = row_of(t);
             rows_tile<float>(
-                row_of(t + 1) - low, x + low * inputs + k, inputs, weights, sums + low * NR, count, k == 0,
+                row_of(t + 1) - low, x + low * inputs + k, inputs, weights, 0, sums + low * NR, count, k == 0,
                 t == begin + 1 ? prefetch : nullptr
             );
           }

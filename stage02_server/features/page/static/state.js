@@ -14,6 +14,7 @@ class EngineState {
   clear() {
     this.known = false; // nothing means anything before the first sched.state
     this.settings = { num_blocks: 0, block_size: 0, max_num_batched_tokens: 0, max_num_seqs: 0 };
+    this.drafts = []; // by their place among a request's drafts: {verified, accepted}
     this.#forget();
   }
 
@@ -161,6 +162,13 @@ class EngineState {
     },
     "kv.reset"({ done }) {
       if (done) this.cached.clear();
+    },
+    "spec.verified"({ accepted, drafted }) {
+      for (let place = 0; place < drafted; place++) {
+        const count = (this.drafts[place] ??= { verified: 0, accepted: 0 });
+        count.verified += 1;
+        count.accepted += place < accepted;
+      }
     },
   };
 

@@ -74,6 +74,8 @@ class EngineView {
       const place = this.at(`fact-${name}`);
       if (place) place.textContent = value;
     }
+    this.at("drafts").hidden = !this.state.drafts.length;
+    this.at("drafts-text").textContent = this.state.drafts.map((place) => `${percent(place.accepted, place.verified)} %`).join(" · ");
     this.at("held-back").textContent = this.state.heldBack;
     this.#drawBudget();
     this.#drawLanes();

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from itertools import pairwise
 
+import numpy as np
 import torch
 
 from stage03_engine.core.features.cuda_graphs.cuda_graphs import DecodeGraphs
@@ -31,11 +32,11 @@ def one_token_each(metadata: AttentionMetadata) -> AttentionMetadata:
     starts, count = metadata.query_start_loc_cpu, len(metadata.slot_mapping)
     lengths = [end - start for start, end in pairwise(starts)]
     seen = [end - left for end, length in zip(metadata.seq_lens_cpu, lengths) for left in range(length - 1, -1, -1)]
-    requests = torch.tensor([request for request, length in enumerate(lengths) for _ in range(length)])
-    each = list(range(count + 1))
+    requests = [request for request, length in enumerate(lengths) for _ in range(length)]
+    each = np.arange(count + 1, dtype=np.int32)
     return AttentionMetadata(
-        torch.tensor(each, dtype=torch.int32), torch.tensor(seen, dtype=torch.int32), metadata.block_table[requests],
-        metadata.slot_mapping, each, seen, 1, max(seen),
+        torch.from_numpy(each), torch.from_numpy(np.array(seen, dtype=np.int32)),
+        torch.from_numpy(metadata.block_table.numpy()[requests]), metadata.slot_mapping, each.tolist(), seen, 1, max(seen),
     )  # fmt: skip
 
 
@@ -62,11 +63,11 @@ class NativeGraphHook(RunnerHook):
             trace.emit("graphs.captured", kind="native", sizes=sizes, seconds=round(time.monotonic() - started, 4))
 
     def forward(self, inputs: StepInputs, run: Callable[[StepInputs], torch.Tensor]) -> torch.Tensor:
-        """Replay a decode step. In a step that verifies drafts each token counts as a request of its own."""
+        """Replay a step of few tokens. Where a request has several, its drafts or the end of its prompt, each counts as a request of its own."""
         if self.graphs is None or not inputs.replayable:
             return run(inputs)
-        drafts = any(inputs.ahead) and len(inputs.input_ids) <= MOST_REQUESTS
-        metadata = one_token_each(inputs.metadata) if drafts else inputs.metadata
+        several = inputs.metadata.max_query_len > 1 and len(inputs.input_ids) <= MOST_REQUESTS
+        metadata = one_token_each(inputs.metadata) if several else inputs.metadata
         if not self.graphs.fits(metadata):
             return run(inputs)
         return self.graphs.forward(inputs.input_ids, inputs.positions, metadata)

@@ -35,6 +35,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
     "kv.cached": ("blocks",),
     "kv.evicted": ("block",),
     "kv.reset": ("done",),
+    "spec.verified": ("accepted", "drafted"),
 }
 """Event -> those of its arguments that a watcher sees: counts, ids and blocks, never tokens or text, whatever the trace
 itself may hold."""

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from stage03_engine.args.parser import check_keys
 from stage03_engine.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
-from stage03_engine.core.features.spec_decode.manifest import MAX_VALUE, positive
+from stage03_engine.core.features.spec_decode.manifest import keys_of, positive, refused
 from stage03_engine.errors import ConfigError, ModelNotFoundError
 from stage03_engine.hf_config import read_json
 from stage03_engine.model_path import resolve_model
@@ -36,6 +35,8 @@ ONLY = {
     "parallel_drafting": (False, "a draft of this kind guesses one token after the other"),
 }
 """vLLM's keys that have one value here -> it, and why."""
+MAX_BATCH_SIZE = 2**31 - 1  # more requests than a batch ever holds: "and all above"
+LONGEST_NAME = 1000  # of a model, in characters
 KEYS = (
     "method", "model", "num_speculative_tokens", "max_model_len", "draft_sample_method",
     "num_speculative_tokens_per_batch_size", "adaptive_num_speculative_tokens", *ONLY,
@@ -45,38 +46,39 @@ KEYS = (
 def parse_draft_model(given: dict[str, Any], values: Mapping[str, Any], files: ModelFiles) -> dict[str, Any]:
     """The internal fields of SpeculativeConfig. Raises ConfigError that names the key, or says why the draft does not fit, and
     ModelNotFoundError."""
-    check_keys("speculative_config", given, KEYS)
-    for key, (value, why) in ONLY.items():
-        if given.get(key) not in (None, value):
-            raise ConfigError(f"speculative_config: {key} can only be {value!r}, not {given[key]!r}: {why}")
-    model = given.get("model")
-    if type(model) is not str or not model:
-        raise ConfigError(
-            f"speculative_config: model must name a bundled model, a Hugging Face id or a folder, not {model!r}"
-        )
-    method = given.get("draft_sample_method") or "coupled"
-    if method not in SAMPLE_METHODS:
-        raise ConfigError(
-            f"speculative_config: draft_sample_method must be one of {', '.join(SAMPLE_METHODS)}, not {method!r}"
-        )
-    adaptive = given.get("adaptive_num_speculative_tokens", True)
-    if type(adaptive) is not bool:
-        raise ConfigError(
-            f"speculative_config: adaptive_num_speculative_tokens must be true or false, not {adaptive!r}"
-        )
-    count = positive("num_speculative_tokens", given.get("num_speculative_tokens"))
+    given = keys_of(given, KEYS)
+    fields = parse_drafter(given)
     # the target may be stored in a way that the draft is not: slices, or pickled
-    draft = _find(model, "dummy" if values["load_format"] == "dummy" else "auto", files, values)
-    return {
+    draft = _find(given["model"], "dummy" if values["load_format"] == "dummy" else "auto", files, values)
+    return fields | {
         "method": "draft_model",
-        "num_speculative_tokens": count,
         "draft_model_path": draft.model_path,
         "draft_load_format": "dummy" if values["load_format"] == "dummy" else draft.load_format,
         "draft_shape": asdict(draft.shape),
-        "draft_max_model_len": _context(given.get("max_model_len"), draft),
+        "draft_max_model_len": context(given, draft.shape.max_position_embeddings, "the draft's context"),
+    }
+
+
+def parse_drafter(given: dict[str, Any]) -> dict[str, Any]:
+    """The fields of whatever drafts with weights of its own, a model or heads. Raises ConfigError that names the key."""
+    for key, (value, why) in ONLY.items():
+        if key in given and (type(given[key]) is not type(value) or given[key] != value):  # 1.0 and True are not 1
+            raise refused(key, f"can only be {value!r}", given[key], why)
+    model = given.get("model")
+    if type(model) is not str or not 0 < len(model) <= LONGEST_NAME or not model.isprintable():
+        raise refused("model", "must name a bundled model, a Hugging Face id or a folder", model)
+    method = given.get("draft_sample_method", "coupled")
+    if method not in SAMPLE_METHODS:
+        raise refused("draft_sample_method", f"must be one of {', '.join(SAMPLE_METHODS)}", method)
+    adaptive = given.get("adaptive_num_speculative_tokens", True)
+    if type(adaptive) is not bool:
+        raise refused("adaptive_num_speculative_tokens", "must be true or false", adaptive)
+    count = positive("num_speculative_tokens", given.get("num_speculative_tokens"))
+    return {
+        "num_speculative_tokens": count,
         "draft_sample_method": method,
         "adaptive_num_speculative_tokens": adaptive,
-        "num_speculative_tokens_per_batch_size": _by_batch_size(given.get("num_speculative_tokens_per_batch_size"), count),
+        "num_speculative_tokens_per_batch_size": _by_batch_size(given.get("num_speculative_tokens_per_batch_size", []), count),
     }  # fmt: skip
 
 
@@ -127,31 +129,27 @@ def _difference(own: dict[str, Any], theirs: dict[str, Any]) -> str:
     return f"{token!r} is token {own.get(token)} of the draft and {theirs.get(token)} of the target"
 
 
-def _context(asked: Any, draft: ModelFiles) -> int:
-    """Up to where it drafts: its own context, or less."""
-    longest = draft.shape.max_position_embeddings
-    if asked is None:
-        return longest
+def context(given: dict[str, Any], longest: int, whose: str) -> int:
+    """Up to where it drafts: all of its context, or less. Raises ConfigError."""
+    asked = given.get("max_model_len", longest)
     if type(asked) is not int or not 1 <= asked <= longest:
-        raise ConfigError(
-            f"speculative_config: max_model_len must be an integer in [1, {longest}], the draft's context, not {asked!r}"
-        )
+        raise refused("max_model_len", f"must be an integer in [1, {longest}], {whose}", asked)
     return asked
 
 
 def _by_batch_size(given: Any, most: int) -> tuple[tuple[int, int, int], ...]:
     """[[first, last, tokens], ...]: with that many requests, both ends included, so many tokens are drafted."""
-    fits = isinstance(given or [], list) and all(
+    fits = isinstance(given, list) and all(
         isinstance(row, list) and len(row) == 3 and all(type(number) is int for number in row)
-        and 1 <= row[0] <= row[1] and 0 <= row[2] <= min(most, MAX_VALUE)
-        for row in given or []
+        and 1 <= row[0] <= row[1] <= MAX_BATCH_SIZE and 0 <= row[2] <= most
+        for row in given
     )  # fmt: skip
     if not fits:
-        raise ConfigError(
-            "speculative_config: num_speculative_tokens_per_batch_size must be a list of [first batch size, last one, tokens], "
-            f"with at most {most} tokens (num_speculative_tokens), not {str(given)[:100]}"
-        )
-    return tuple((row[0], row[1], row[2]) for row in given or [])
+        raise refused(
+            "num_speculative_tokens_per_batch_size",
+            f"must be a list of [first batch size, last one, tokens], with at most {most} tokens (num_speculative_tokens)", given,
+        )  # fmt: skip
+    return tuple((row[0], row[1], row[2]) for row in given)
 
 
 def check_draft_model(config: VllmConfig) -> None:

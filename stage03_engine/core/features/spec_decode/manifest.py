@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +17,13 @@ if TYPE_CHECKING:
 
 
 NGRAM_KEYS = ("method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
-DRAFT_MODEL = "stage03_engine.core.features.spec_decode.draft_model_config:"
+_ROOM = "stage03_engine.core.features.spec_decode."
+DRAFT_MODEL = _ROOM + "draft_model_config:"
+READERS = {"draft_model": DRAFT_MODEL + "parse_draft_model", "medusa": _ROOM + "medusa_config:parse_medusa"}
+"""Method -> what reads the keys of its JSON."""
 NOT_BUILT = {
     "eagle": "a head on the target's hidden states", "eagle3": "a head on the target's hidden states",
-    "medusa": "heads on the target's last hidden state", "mlp_speculator": "a head on the target's last hidden state",
+    "mlp_speculator": "a head on the target's last hidden state",
     "mtp": "layers of the target's own that predict further tokens", "suffix": "a tree of all that was written before",
     "ngram_gpu": "prompt lookup on the device",
 }  # fmt: skip
@@ -28,8 +31,9 @@ NOT_BUILT = {
 DEFAULT_LOOKUP = 5  # vLLM's, when neither bound is given
 MAX_VALUE = 128  # of each number: longer drafts are useless, and every draft position costs a row of logits
 
-_ROOM = "stage03_engine.core.features.spec_decode."
-RUNNER_HOOKS = {"ngram": "ngram_proposer:NgramHook", "draft_model": "draft_model:DraftModelHook"}
+RUNNER_HOOKS = {
+    "ngram": "ngram_proposer:NgramHook", "draft_model": "draft_model:DraftModelHook", "medusa": "medusa:MedusaHook",
+}  # fmt: skip
 
 COUNTS = {
     "spec_decode_num_drafts": "Steps in which a request had drafts.",
@@ -47,7 +51,8 @@ class SpeculativeConfig:
     speculative_config: dict[str, Any] | None = option(
         None,
         'speculative decoding, as JSON: {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, '
-        '"prompt_lookup_max": 4}, or with a smaller model that drafts: {"model": "gpt2-tiny-draft", "num_speculative_tokens": 4}; '
+        '"prompt_lookup_max": 4}, or with a smaller model that drafts: {"model": "gpt2-tiny-draft", "num_speculative_tokens": 4}, or with '
+        'Medusa heads of the target: {"method": "medusa", "model": "FOLDER", "num_speculative_tokens": 4}; '
         "off if not given",
         aliases=("-sc",),
     )
@@ -55,7 +60,7 @@ class SpeculativeConfig:
     num_speculative_tokens: int = internal(0)
     prompt_lookup_min: int = internal(0)
     prompt_lookup_max: int = internal(0)
-    # Of the model that drafts:
+    # Of the model, or the heads, that draft:
     draft_model_path: str | None = internal(None)
     draft_load_format: str = internal("auto")
     draft_shape: dict[str, Any] | None = internal(
@@ -65,6 +70,7 @@ class SpeculativeConfig:
     draft_sample_method: str = internal("coupled")
     num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] = internal(())
     adaptive_num_speculative_tokens: bool = internal(True)
+    draft_heads: dict[str, Any] | None = internal(None)  # what medusa.py makes MedusaHeads of
 
 
 @dataclass(frozen=True)
@@ -77,18 +83,28 @@ class SpecDecodeFlags:
     def resolve(values: Mapping[str, Any], files: object) -> dict[str, Any]:
         """What the JSON says, key by key; of a model that drafts, its files too."""
         given = values["speculative_config"]
-        if given is not None and wants_draft_model(given):
-            found: dict[str, Any] = load(DRAFT_MODEL + "parse_draft_model")(given, values, files)
+        if given is not None and (reader := READERS.get(method_of(given))) is not None:
+            found: dict[str, Any] = load(reader)(given, values, files)
             return found
         return parse_speculative_config(given)
 
     @staticmethod
     def check(config: VllmConfig) -> None:
-        """Raises ConfigError if the model generates nothing, or a model that drafts has no place."""
-        method = config.speculative_config.method
+        """Raises ConfigError if the model generates nothing, the tokens would depend on the batch, or a model that drafts has no place."""
+        own = config.speculative_config
+        method = own.method
         if method is not None and "generate" not in config.supported_tasks:
             raise ConfigError(
                 "runner pooling generates nothing, so there is nothing to speculate; leave out one of the two"
+            )
+        if (
+            method is not None
+            and own.draft_sample_method == "probabilistic"
+            and getattr(config.device_config, "batch_invariant", False)
+        ):
+            raise ConfigError(
+                "speculative_config: draft_sample_method probabilistic cannot be combined with batch_invariant: a token depends on whether it was "
+                "drafted, and that on the other requests; coupled and greedy leave all tokens alone"
             )
         if method == "draft_model":
             load(DRAFT_MODEL + "check_draft_model")(config)
@@ -113,16 +129,19 @@ class SpecDecodeFlags:
         return {"scheduler": [_ROOM + "draft_scheduler:DraftHook"], "runner": [_ROOM + RUNNER_HOOKS[method]]}
 
 
-def wants_draft_model(given: dict[str, Any]) -> bool:
-    """The method follows from the model, as in vLLM. Raises ConfigError for a method that is not built."""
+def method_of(given: dict[str, Any]) -> str:
+    """Without one, it follows from the model, as in vLLM; "" if there is none either. Raises ConfigError for a method that is not built."""
     method = given.get("method")
     if type(method) is str and method in NOT_BUILT:
+        built = ", ".join(map(repr, RUNNER_HOOKS))
         raise ConfigError(
-            f"speculative_config: method {method!r} ({NOT_BUILT[method]}) is not built; 'ngram' and 'draft_model' are"
+            f"speculative_config: method {method!r} ({NOT_BUILT[method]}) is not built; built are {built}"
         )
-    if method not in (None, "ngram", "draft_model"):
-        raise ConfigError(f"speculative_config: method must be 'ngram' or 'draft_model', not {method!r}")
-    return method == "draft_model" or (method is None and given.get("model") is not None)
+    if method is None:
+        return "draft_model" if given.get("model") is not None else ""
+    if type(method) is not str or method not in RUNNER_HOOKS:
+        raise refused("method", f"must be one of {', '.join(RUNNER_HOOKS)}", method)
+    return method
 
 
 def parse_speculative_config(given: dict[str, Any] | None) -> dict[str, Any]:
@@ -130,7 +149,7 @@ def parse_speculative_config(given: dict[str, Any] | None) -> dict[str, Any]:
     of the other. Raises ConfigError that names the key."""
     if given is None:
         return {}
-    check_keys("speculative_config", given, NGRAM_KEYS)
+    given = keys_of(given, NGRAM_KEYS)
     if given.get("method") != "ngram":
         raise ConfigError("speculative_config: give a method ('ngram'), or a model that drafts")
     count = positive("num_speculative_tokens", given.get("num_speculative_tokens"))
@@ -147,16 +166,28 @@ def parse_speculative_config(given: dict[str, Any] | None) -> dict[str, Any]:
     }
 
 
+def keys_of(given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """What is given: null is as good as nothing, as in vLLM. Raises ConfigError that names a key that is not `known`."""
+    check_keys("speculative_config", given, known)
+    return {key: value for key, value in given.items() if value is not None}
+
+
 def positive(key: str, value: Any) -> int:
     """A number of tokens. Raises ConfigError that names the key."""
     if type(value) is not int or not 1 <= value <= MAX_VALUE:  # not isinstance: True is no number here
-        raise ConfigError(f"speculative_config: {key} must be an integer in [1, {MAX_VALUE}], not {value!r}")
+        raise refused(key, f"must be an integer in [1, {MAX_VALUE}]", value)
     return value
+
+
+def refused(key: str, rule: str, value: object, why: str = "") -> ConfigError:
+    """One line about a key's value, however long that is."""
+    reason = f": {why}" if why else ""
+    return ConfigError(f"speculative_config: {key} {rule}, not {repr(value)[:100]}{reason}")
 
 
 FEATURE = Feature(
     name="spec_decode",
-    help="speculative decoding: n-grams of the request's own text, or what a smaller model guesses, checked in one step",
+    help="speculative decoding: n-grams of the request's own text, or what a smaller model or heads guess, checked in one step",
     room=__package__,
     also=("stage04_kernels.features.rejection_sampler",),
     settings={"VllmConfig": SpecDecodeFlags},
