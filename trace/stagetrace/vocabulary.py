@@ -254,7 +254,7 @@ _ROWS = [
         "v1/core/sched/scheduler.py schedule"),
     _optional("spec.verified", 8, ENGINE, {"accepted": "int", "drafted": "int"}, "The model verified the drafts: how many it accepted.",
         "v1/core/sched/scheduler.py update_from_output"),
-    _optional("spec.drafted", 8, ENGINE, {"rows": "int", "num_tokens": "int", "passes": "int"}, "A second model drafted: for so many requests, in so many passes.",
+    _optional("spec.drafted", 8, ENGINE, {"rows": "int", "num_tokens": "int", "passes": "int"}, "A second model, or heads of this one, drafted: for so many requests, in so many passes.",
         "v1/spec_decode/llm_base_proposer.py SpecDecodeBaseProposer.propose"),
     _optional("spec.proposed", 8, ENGINE, {"num_tokens": "int", "token_ids": "list[int]"}, "Draft tokens for the next step to verify; their ids only with --trace-prompts.",
         "v1/spec_decode/ngram_proposer.py NgramProposer.propose"),
