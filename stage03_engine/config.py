@@ -111,7 +111,7 @@ class DeviceConfig(Section):
     )
     num_threads: int | None = option(
         None,
-        "compute threads of the engine process on CPU; detected: one per physical core, within the affinity mask and quota",
+        "compute threads of the engine process on CPU; detected: one per physical core, within affinity, quota and OMP_NUM_THREADS",
         at_least=1,
     )
 

@@ -11,7 +11,7 @@ import pytest
 
 from stage03_engine.args import cpu
 from stage03_engine.args.cpu import Cores
-from stage03_engine.args.features.cores.cores import count_physical, find_quota
+from stage03_engine.args.features.cores.cores import count_physical, find_quota, measure
 from stage03_engine.args.features.number_format.number_format import bfloat16_flag, cpu_dtype
 from stage03_engine.args.resolve import detect_settings
 from stage03_engine.core.features.dummy_weights.shapes import KNOWN_SHAPES
@@ -106,9 +106,30 @@ def test_a_core_computes_once(cores: Cores, usable: int, compute: int, shown: st
     assert (cores.usable, cores.compute, str(cores)) == (usable, compute, shown)
 
 
+@pytest.mark.parametrize(
+    ("given", "compute", "shown"),
+    [
+        ("1", 1, "4 cores, OMP_NUM_THREADS 1"),
+        (" 3 ,2", 3, "4 cores, OMP_NUM_THREADS 3"),
+        ("64", 4, "4 cores, OMP_NUM_THREADS 64"),
+        *((text, 4, "4 cores") for text in ("", "0", "-1", "two", "1.5", ",2", "²", "9" * 5000)),
+    ],
+)  # fmt: skip
+def test_openmps_variable_lets_only_so_many_compute(
+    given: str, compute: int, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", given)
+    found = measure(tmp_path)
+    assert (found.usable, found.compute, str(found)) == (4, compute, shown)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert measure(tmp_path) == Cores(4, 4)
+
+
 def test_without_affinity_masks_the_system_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     import psutil
 
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 12)
     monkeypatch.setattr(psutil, "cpu_count", lambda logical: 6)

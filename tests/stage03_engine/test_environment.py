@@ -91,6 +91,7 @@ def test_cores_are_threads(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", CORE)
     assert dry_run(capsys)["num_threads"] == "1 detected (--cpu-omp-threads-bind)"
     assert dry_run(capsys, "--num-threads", "5")["num_threads"] == "5 command line (--num-threads)"
+    monkeypatch.delenv("OMP_NUM_THREADS")
     for free in ("auto", "nobind"):
         monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", free)
         assert dry_run(capsys)["num_threads"].endswith("cores)")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
@@ -15,15 +16,35 @@ from stage03_engine.args.cpu import Cores
 _ROOT = Path("/")
 
 
+@dataclass(frozen=True)
+class Limited(Cores):
+    """Cores of which the user lets only so many compute, by the variable that OpenMP and torch heed as well."""
+
+    threads: int = 1
+
+    @property
+    def compute(self) -> int:
+        """How many can compute at once, and may."""
+        return min(super().compute, self.threads)
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}, OMP_NUM_THREADS {self.threads}"
+
+
 def measure(root: Path = _ROOT) -> Cores:
-    """The cores in this process's affinity mask, and the quota of its control group."""
+    """The cores in this process's affinity mask, the quota of its control group, and what OMP_NUM_THREADS says (of a list, its first
+    number; what is no number is ignored, as OpenMP does)."""
     if hasattr(os, "sched_getaffinity"):
         allowed = os.sched_getaffinity(0)
-        return Cores(len(allowed), count_physical(allowed, root), find_quota(root))
-    import psutil  # a system without affinity masks, such as macOS
+        found = Cores(len(allowed), count_physical(allowed, root), find_quota(root))
+    else:
+        import psutil  # a system without affinity masks, such as macOS
 
-    logical = os.cpu_count() or 1
-    return Cores(logical, psutil.cpu_count(logical=False) or logical)
+        logical = os.cpu_count() or 1
+        found = Cores(logical, psutil.cpu_count(logical=False) or logical)
+    first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    threads = int(first) if first.isascii() and first.isdecimal() and len(first) < 6 else 0
+    return Limited(found.logical, found.physical, found.quota, threads) if threads else found
 
 
 def count_physical(allowed: set[int], root: Path = _ROOT) -> int:

@@ -1,5 +1,5 @@
 """Scales of the KV cache that a checkpoint brings: one for the keys and one for the values of a layer
-(vLLM: BaseKVCacheMethod, and maybe_remap_kv_scale_name in model_loader/weight_utils.py).
+(vLLM: BaseKVCacheMethod, and maybe_remap_kv_scale_name in vllm/model_executor/model_loader/weight_utils.py).
 
 A format of 8 bits without scales of its own holds key / k_scale, so that the largest keys of a text for calibration fit, and are read times k_scale.
 """
