@@ -45,17 +45,20 @@ def num_accepted(sampled: Tensor, drafts: list[list[int]]) -> list[int]:
 
 def propose(logits: Tensor, metadata: SamplingMetadata) -> tuple[Tensor, Tensor]:
     """Drafts drawn from the draft's logits [num_rows, vocab] with noise of their own, and the distributions that they come from:
-    [num_rows] int64, [num_rows, vocab] float32. A greedy row is certain of its argmax."""
+    [num_rows] int64, [num_rows, vocab] float32. A greedy row is certain of its argmax, and so is one that knows none of the tokens that the rules
+    allow, as may be where a draft has a part of the vocabulary: the target then takes nothing from it."""
     if metadata.rules is not None:
         logits = metadata.rules.apply(logits, penalties=True)
     tokens = logits.argmax(dim=-1)
     probs = torch.zeros_like(logits).scatter_(1, tokens[:, None], 1.0)
     if metadata.random_rows:
         rows = torch.tensor(metadata.random_rows, device=logits.device)
+        knows = logits[rows].isfinite().any(dim=-1)
         logits = transform_rows(logits[rows], rows, metadata)
         seeds, positions = (key[rows] for key in metadata.noise_keys)
-        tokens[rows] = sample_random(logits, (seeds ^ DRAFT_NOISE).tolist(), positions.tolist())
-        probs[rows] = logits.softmax(dim=-1)
+        drawn = sample_random(logits, (seeds ^ DRAFT_NOISE).tolist(), positions.tolist())
+        tokens[rows] = torch.where(knows, drawn, tokens[rows])
+        probs[rows] = torch.where(knows[:, None], logits.softmax(dim=-1), probs[rows])
     return tokens, probs
 
 

@@ -4,7 +4,7 @@
 A program takes some rows of x and some outputs, and goes along the inputs, `BLOCK_K` at a time: it loads half as many bytes of codes, takes each apart in registers
 and multiplies on the matrix unit. A byte holds two inputs that lie half a block apart, so that both halves of x are read side by side.
 
-Code minus zero is a whole number up to 15, which every number format of a model holds exactly. So where a block lies within one group of inputs, these numbers are multiplied,
+Code minus zero is a whole number up to 16, which every number format of a model holds exactly. So where a block lies within one group of inputs, these numbers are multiplied,
 and the sum by the scale; where groups are smaller, each weight is multiplied by its own scale first.
 """
 

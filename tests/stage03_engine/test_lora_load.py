@@ -445,15 +445,18 @@ def test_an_adapter_whose_files_are_no_longer_those_of_the_digest(
         content = (folder / name).read_bytes()
         changed = content.replace(b"8.0", b"4.0") if name == CONFIG else content[:-1] + bytes([content[-1] ^ 1])
         assert changed != content
-        (folder / name).write_bytes(changed)
-        with running(model) as core:
+        for other in (changed, b"nothing of an adapter"):  # of which nothing is told
+            (folder / name).write_bytes(other)
+            with running(model) as core:
+                with pytest.raises(
+                    InvalidRequestError, match="^adapter mine: the files in .* are no longer those that were loaded$"
+                ):
+                    core.core.call("add_lora", "mine", 7, str(folder), first)
+                assert core.core.call("list_loras") == []
             with pytest.raises(
-                InvalidRequestError, match="^adapter mine: the files in .* are no longer those that were loaded$"
+                ConfigError, match="^adapter mine: the files in .* are no longer those that were loaded$"
             ):
-                core.core.call("add_lora", "mine", 7, str(folder), first)
-            assert core.core.call("list_loras") == []
-        with pytest.raises(ConfigError, match="^adapter mine: the files in .* are no longer those that were loaded$"):
-            make_core(settings)
+                make_core(settings)
         (folder / name).write_bytes(content)
     with running(model) as core:
         assert core.core.call("add_lora", "mine", 7, str(folder), first) is True

@@ -14,8 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from stage01_cli.main import main
 from stage03_engine.arg_utils import EngineArgs
-from stage03_engine.core.features.spec_decode.medusa import MedusaHook
+from stage03_engine.core.features.spec_decode.medusa import MedusaHeads, MedusaHook
+from stage03_engine.core.features.spec_decode.medusa_config import num_parameters
 from stage03_engine.core.kv_cache_size import kv_block_bytes
 from stage03_engine.errors import StagesError
 from stage03_engine.llm import LLM
@@ -168,7 +170,6 @@ def test_every_form_of_a_checkpoint(tmp_path: Path, target: GPT2LMHeadModel) -> 
         }
         named = {"num_heads": None, "num_hidden_layers": None, "medusa_num_heads": HEADS, "medusa_num_layers": 2}
         folder = write(tmp_path / str(number), stored, **named, medusa_fc_bias=True, **config)
-        blocks | {"lm_heads.0.weight": matrix}
         with LLM("gpt2-tiny", **COMMON | ROOMY, speculative_config=spec(folder)) as llm:
             runner = llm.engine_core._core.executor.worker.model_runner
             [hook] = [hook for hook in runner.hooks if isinstance(hook, MedusaHook)]
@@ -277,3 +278,21 @@ def test_beside_a_folder_of_blocks(tmp_path: Path, plain: tuple[list[Any], int],
             assert answers(llm) == plain[0]
             assert counts_of(llm)["accepted"] > 0
     assert any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("one_output_matrix", [False, True])
+def test_the_plan_of_the_memory_counts_every_number(
+    bias: bool, one_output_matrix: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {"medusa_fc_bias": bias, "original_lm_head": one_output_matrix, "num_hidden_layers": 2}
+    folder = write(tmp_path / "heads", {}, **config, truncated_vocab_size=100)
+    given = ["--load-format", "dummy", "--speculative-config", json.dumps(spec(folder)), "--dtype", "float32"]
+    engine = EngineArgs.from_kwargs(model="gpt2-tiny", load_format="dummy", speculative_config=spec(folder))
+    heads = engine.speculative_config.draft_heads
+    with torch.device("meta"):
+        count = sum(parameter.numel() for parameter in MedusaHeads(**heads).parameters())
+    assert num_parameters(heads) == count
+    assert main(["serve", "gpt2-tiny", "--dry-run", *given]) == 0
+    (row,) = [line.split() for line in capsys.readouterr().out.splitlines() if "medusa_heads" in line]
+    assert float(row[1]) == pytest.approx(4 * count / 2**20, abs=0.06) and row[2] == "MiB"

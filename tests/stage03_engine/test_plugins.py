@@ -20,7 +20,7 @@ from stage03_engine import plugins
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.config import SECTIONS, VllmConfig, option
 from stage03_engine.errors import ConfigError
-from stage03_engine.mixins import gathered
+from stage03_engine.mixins import EACH, gathered
 from stage03_engine.plugins import Feature, Part, absent_features, check_features, find, parts, with_features
 from stagetrace import vocabulary
 from stagetrace.vocabulary import VOCABULARY, Row
@@ -196,6 +196,21 @@ class Lamp:
 @dataclass(frozen=True)
 class OtherLamp:
     color: str = option("blue", "what it shines in")
+
+
+def test_a_method_that_is_asked_of_each_feature_may_be_declared_by_each() -> None:
+    calls = [
+        node.args[1]
+        for stage in sorted(ROOT.glob("stage0*"))
+        for path in sorted(stage.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "each"
+        and len(node.args) == 2
+    ]
+    assert {call.value for call in calls if isinstance(call, ast.Constant)} <= EACH
+    assert len(calls) > 4
 
 
 @pytest.mark.parametrize("own", [True, False])

@@ -124,6 +124,20 @@ def test_the_textbook_keeps_the_distribution(name: str) -> None:
     ]
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_a_draft_that_knows_none_of_the_allowed_tokens_changes_nothing(name: str) -> None:
+    """As heads may, which know a part of the vocabulary."""
+    metadata = metadata_of(CASES[name])
+    drafts, probs = propose(torch.full((DRAWS, len(TARGET)), -torch.inf), metadata)
+    assert probs.isfinite().all() and (probs.sum(dim=-1) == 1).all()
+    logits = torch.tensor([TARGET]).repeat(DRAWS, 1)
+    if metadata.rules is not None:
+        logits = metadata.rules.apply(logits, penalties=True)
+    forced = reject_rows(logits, metadata, list(range(DRAWS)), probs, drafts)
+    tokens = sample(forced, metadata_of({k: v for k, v in CASES[name].items() if k != "penalties"})).sampled_token_ids
+    assert_drawn_from(distribution(TARGET, CASES[name]), tokens)
+
+
 def test_the_textbook_row_by_row() -> None:
     """`reject` against its slow twin, for drafts that stand and that fall; greedy rows are left to the sampler."""
     generator, rows = torch.Generator().manual_seed(3), 300

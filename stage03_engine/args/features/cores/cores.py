@@ -33,7 +33,7 @@ class Limited(Cores):
 
 def measure(root: Path = _ROOT) -> Cores:
     """The cores in this process's affinity mask, the quota of its control group, and what OMP_NUM_THREADS says (of a list, its first
-    number; what is no number is ignored, as OpenMP does)."""
+    number; what is no number is ignored, as OpenMP does). torchrun sets it to 1 on any machine, so there it says nothing."""
     if hasattr(os, "sched_getaffinity"):
         allowed = os.sched_getaffinity(0)
         found = Cores(len(allowed), count_physical(allowed, root), find_quota(root))
@@ -42,7 +42,8 @@ def measure(root: Path = _ROOT) -> Cores:
 
         logical = os.cpu_count() or 1
         found = Cores(logical, psutil.cpu_count(logical=False) or logical)
-    first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    given = "" if "TORCHELASTIC_RUN_ID" in os.environ else os.environ.get("OMP_NUM_THREADS", "")
+    first = given.partition(",")[0].strip()
     threads = int(first) if first.isascii() and first.isdecimal() and len(first) < 6 else 0
     return Limited(found.logical, found.physical, found.quota, threads) if threads else found
 

@@ -93,6 +93,12 @@ def all_reduce(x: Tensor) -> Tensor:
     return x
 
 
+def all_reduce_everywhere(x: Tensor) -> None:
+    """The sum of every worker's `x`, in place, whatever its slice and stage. All workers call it."""
+    with _span("all_reduce", x.nbytes):
+        all_reduce_in_place(x, None)
+
+
 def all_reduce_in_place(x: Tensor, group: dist.ProcessGroup | None) -> None:
     """x becomes the sum of what the members of the group have, with the same bits for each of them."""
     dist.all_reduce(x, group=group)

@@ -42,7 +42,6 @@ class Adapter:
     name: str
     rank: int
     pairs: dict[str, Pair]
-    digest: str  # of its files
 
     @property
     def num_bytes(self) -> int:
@@ -51,16 +50,25 @@ class Adapter:
 
 
 def read_adapter(
-    name: str, folder: Path, layers: Mapping[str, Sliced], max_rank: int, dtype: torch.dtype, shape: ModelShape
+    name: str,
+    folder: Path,
+    layers: Mapping[str, Sliced],
+    max_rank: int,
+    dtype: torch.dtype,
+    shape: ModelShape,
+    digest: str,
 ) -> Adapter:
     """An adapter in CPU memory; of several workers each keeps its slices, of its own layers. Raises ConfigError, with the adapter's name, for one
     that is not whole, does not fit these layers, or asks for what is not built.
 
     shape: of this worker's part of the model
+    digest: of the files as they were first found. Nothing of other files is looked at
     """
     config: dict[str, Any] = {}
     try:
         files = read_files(folder)
+        if digest_of(files) != digest:
+            raise ConfigError(f"the files in {folder} are no longer those that were loaded")
         config = parse_config(files[0])
         rank, scale = _rank_and_scale(config, max_rank)
         found = _read_tensors(files[1])
@@ -75,7 +83,7 @@ def read_adapter(
             check_finite(f"scale times lora_B of {layer}, in {dtype},", pair.b)
     except ConfigError as error:
         raise ConfigError(f"adapter {name}: {error}{_made_for(config, error)}") from error
-    return Adapter(name, rank, pairs, digest_of(files))
+    return Adapter(name, rank, pairs)
 
 
 def _made_for(config: dict[str, Any], error: ConfigError) -> str:

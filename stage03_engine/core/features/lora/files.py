@@ -35,8 +35,8 @@ def digest_of(files: tuple[bytes, bytes]) -> str:
 
 
 def digest_in(folder: str, root: str | None = None) -> str:
-    """`digest_of` the files of a folder, without holding them. With a `root`, they must lie below it when they are opened: what has this digest is
-    what lay there, whoever reads it later. Raises ConfigError if one of them cannot be read."""
+    """`digest_of` the files of a folder, without holding them. With a `root`, they must lie below it when they are opened; whoever reads
+    them later compares the digest. Raises ConfigError if one of them cannot be read."""
     with _opened(Path(folder, CONFIG), root) as file:
         config = file.read(MOST_BYTES[CONFIG])
     found = hashlib.sha256(len(config).to_bytes(8, "little") + config)

@@ -156,9 +156,7 @@ class AdapterPlaces:
         """Raises ConfigError if any of the workers cannot; so all of them have it, or none."""
         started, adapter, error = time.monotonic(), None, None
         try:
-            adapter = read_adapter(name, Path(folder), self._layers, self._max_rank, self._dtype, self._shape)
-            if digest != adapter.digest:
-                raise ConfigError(f"adapter {name}: the files in {folder} are no longer those that were loaded")
+            adapter = read_adapter(name, Path(folder), self._layers, self._max_rank, self._dtype, self._shape, digest)
         except ConfigError as caught:
             error = caught
         failed = first_error(None if error is None else str(error), self._shape)

@@ -97,6 +97,6 @@ def first_error(error: str | None, shape: ModelShape) -> str | None:
     said = (error or "").encode()[:MOST_BYTES]
     lines = torch.zeros(own.world_size, MOST_BYTES, dtype=torch.int32)  # each worker writes its own
     lines[own.rank, : len(said)] = torch.tensor(list(said), dtype=torch.int32)
-    load(_ROOM + "parallel_state:all_reduce_in_place")(lines := lines.to(device), None)
+    load(_ROOM + "parallel_state:all_reduce_everywhere")(lines := lines.to(device))
     errors = [bytes(line).rstrip(b"\0").decode(errors="ignore") for line in lines.tolist()]
     return next(filter(None, errors), None)

@@ -27,12 +27,12 @@ ONLY = {
     "draft_tensor_parallel_size": (1, "each worker has all of the draft: it is small"),
     "rejection_sample_method": ("standard", "block verification and made-up acceptance are not built"),
     "quantization": (None, "the draft has the dtype of the target"),
-    "kv_cache_dtype": (None, "the draft's KV cache has the number format of --dtype"),
+    "kv_cache_dtype": (None, "what a draft keeps has the number format of --dtype"),
     "attention_backend": (None, "the draft uses the target's"),
     "enforce_eager": (None, "--enforce-eager holds for both models"),
     "revision": (None, "name a folder that holds the revision"),
     "use_heterogeneous_vocab": (False, "draft and target have one vocabulary"),
-    "parallel_drafting": (False, "a draft of this kind guesses one token after the other"),
+    "parallel_drafting": (False, "not built"),
 }
 """vLLM's keys that have one value here -> it, and why."""
 MAX_BATCH_SIZE = 2**31 - 1  # more requests than a batch ever holds: "and all above"

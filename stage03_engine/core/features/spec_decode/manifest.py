@@ -120,6 +120,16 @@ class SpecDecodeFlags:
         )
 
     @staticmethod
+    def memory_rows(config: VllmConfig) -> list[tuple[str, int, str, bool]]:
+        """Medusa heads. A model that drafts counts among the weights."""
+        heads = config.speculative_config.draft_heads
+        if heads is None or not SpecDecodeFlags.hooks(config):
+            return []
+        item_bytes = load("stage03_engine.core.kv_cache_size:item_bytes")
+        size = load(_ROOM + "medusa_config:num_parameters")(heads) * item_bytes(config)
+        return [("medusa_heads", size, f"{heads['num_heads']} heads (speculative_config)", True)]
+
+    @staticmethod
     def hooks(config: VllmConfig) -> dict[str, list[str]]:
         """The runner proposes drafts, the scheduler makes room for them. Not together with custom logits processors: they
         may look at the tokens before a position, which for a draft are not certain."""

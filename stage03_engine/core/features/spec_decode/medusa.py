@@ -151,7 +151,7 @@ class MedusaHook(Drafter):
         super().after_sample(sampled, output, inputs)
         first = 0
         for (request_id, token_ids), count in zip(sampled.items(), counts):
-            self._hidden[request_id] = self._rows[first + len(token_ids) - 1]
+            self._hidden[request_id] = self._rows[first + len(token_ids) - 1].clone()  # a view would keep all rows
             first += count
 
     def shutdown(self) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from stage03_engine.core.features.spec_decode.draft_model_config import KEYS, context, parse_drafter
 from stage03_engine.core.features.spec_decode.manifest import keys_of, refused
 from stage03_engine.errors import ModelNotFoundError
 from stage03_engine.hf_config import Config
-from stage03_engine.model_path import canonical_name, locate, weight_files
+from stage03_engine.model_path import canonical_name, has_model, locate, weight_files
 
 if TYPE_CHECKING:
     from stage03_engine.model_path import ModelFiles
@@ -25,7 +27,9 @@ def parse_medusa(given: dict[str, Any], values: Mapping[str, Any], files: ModelF
     fields = parse_drafter(given)
     dummy = values["load_format"] == "dummy"
     try:
-        folder, _ = locate(canonical_name(given["model"]), "model", _has_config, dummy, None)
+        whole = _has_config if dummy else partial(has_model, "auto")
+        settings = SimpleNamespace(**{**values, "revision": None})  # the target's own revision is not the heads'
+        folder, _ = locate(canonical_name(given["model"]), "model", whole, dummy, settings)
         if not _has_config(folder):
             raise ModelNotFoundError(f"{folder} is not a model: it has no config.json")
         if not dummy:
@@ -72,6 +76,14 @@ def read_heads(config: Config, target: ModelFiles) -> dict[str, Any]:
         "kept_vocab_size": kept,
         "logit_scale": float(scale),
     }
+
+
+def num_parameters(heads: Mapping[str, Any]) -> int:
+    """Of heads with these sizes."""
+    hidden, bias = heads["hidden_size"], heads["hidden_size"] if heads["bias"] else 0
+    matrices = 1 if heads["one_output_matrix"] else heads["num_heads"]
+    blocks = heads["num_heads"] * heads["num_layers"] * (hidden * hidden + bias)
+    return int(blocks + matrices * heads["kept_vocab_size"] * hidden)
 
 
 def _has_config(folder: Path) -> bool:

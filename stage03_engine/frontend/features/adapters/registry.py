@@ -44,7 +44,7 @@ class KnownAdapter:
     digest: str  # of its files, which every engine must find the same
 
     @property
-    def call(self) -> tuple[str, str | int, str, str]:
+    def call(self) -> tuple[str, int, str, str]:
         """What loads it into an engine."""
         return self.name, self.number, self.folder, self.digest
 
