@@ -152,6 +152,7 @@ def test_adapters_are_counted_as_the_engine_has_them(
     """The tensors of all places that the runner makes, on torch's device meta; and an adapter of the highest rank for every layer."""
     from stage03_engine.core.features.lora.places import LowRankSum, Rows
     from stage03_engine.core.features.lora.slices import linear_layers
+    from stage04_kernels.features.lora import low_rank_kernel
 
     model, *flags = words.split()
     if model in ("llama", "qwen"):
@@ -176,7 +177,7 @@ def test_adapters_are_counted_as_the_engine_has_them(
         options = {"dtype": getattr(torch, name), "device": "meta"}
         alone = replace(of.shape, part_of=None) if hasattr(of.shape, "part_of") else of.shape
         layers = linear_layers(made, alone).values()
-        sums = [LowRankSum(each, Rows(), (places, rank), options, None) for each in layers]
+        sums = [LowRankSum(each, Rows(), (places, rank), options, low_rank_kernel("torch")) for each in layers]
         held = sum(each.a.nbytes + each.b.nbytes for each in sums)
         return held, held // places * cached
 

@@ -290,8 +290,13 @@ def seconds_for(num_requests: int, kind: type[FairQueue | RequestQueue], policy:
 def test_the_cost_of_a_queue_grows_with_its_length_and_no_faster(
     kind: type[FairQueue | RequestQueue], policy: str
 ) -> None:
-    small, large = (min(seconds_for(size, kind, policy) for _ in range(3)) for size in (1500, 6000))
-    assert large < 10 * small, "quadratic would be 16 times"
+    times = []
+    for _ in range(3):  # a busy machine spoils one measurement, and not all
+        small, large = (min(seconds_for(size, kind, policy) for _ in range(3)) for size in (1500, 6000))
+        times.append(large / small)
+        if times[-1] < 10:
+            return
+    raise AssertionError(f"quadratic would be 16 times: {times}")
 
 
 def test_a_step_makes_no_object_for_each_http_request_that_waits() -> None:
