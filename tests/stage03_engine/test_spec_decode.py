@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import drafting
 import pytest
 from drafting import counts_of
 from prometheus_client import CollectorRegistry
@@ -30,14 +31,7 @@ PROMPTS = [
     "KING RICHARD:",
     "and the and the and",
 ]
-PARAMS = [
-    SamplingParams(temperature=0, max_tokens=40, ignore_eos=True),
-    SamplingParams(temperature=0, max_tokens=13, logprobs=2),
-    SamplingParams(temperature=0, max_tokens=None, ignore_eos=True),
-    SamplingParams(temperature=0.8, seed=5, max_tokens=30, top_p=0.9, logprobs=0),
-    SamplingParams(temperature=0.3, seed=6, max_tokens=30, top_k=20),
-    SamplingParams(temperature=0, max_tokens=25, ignore_eos=True, stop=["e"]),
-]
+PARAMS = [*drafting.PARAMS[:5], drafting.PARAMS[7]]  # one for each prompt, and none with rules
 
 
 def run(**settings: Any) -> tuple[list[CompletionOutput], dict[str, int]]:
