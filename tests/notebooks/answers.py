@@ -270,4 +270,29 @@ def adapted(x, y, owners, pairs):
 """,
         "it writes into what it was given",
     ),
+    "23_from_zero": Answer(
+        """
+def generate(guess, prompt, most, end):
+    made = []
+    for _ in range(most):
+        chances = guess(prompt + made)
+        best = max(range(len(chances)), key=lambda token: chances[token])
+        made.append(best)
+        if best == end:
+            break
+    return made
+""",
+        """
+def generate(guess, prompt, most, end):
+    made = []
+    for _ in range(most):
+        chances = guess(prompt + made)
+        best = chances.index(max(chances))
+        if best == end:
+            break
+        made.append(best)
+    return made
+""",
+        "the token that ends the text is left out",
+    ),
 }

@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 STAGES = ("stage01_cli", "stage02_server", "stage03_engine", "stage04_kernels")
 PARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("Start", ("README.md", "notebooks/README.md", "notebooks/00_*.ipynb")),
+    ("Start", ("README.md", "notebooks/23_*.ipynb", "notebooks/README.md", "notebooks/00_*.ipynb")),
     ("The nine phases", tuple(f"notebooks/0{phase}_*.ipynb" for phase in range(1, 10))),
     ("Deeper", ("notebooks/[12]?_*.ipynb", "notebooks/ladder/README.md")),
     ("The four stages", (*(f"{stage}/README.md" for stage in STAGES), "trace/README.md")),
