@@ -35,14 +35,17 @@ class KVCacheManager:
 
     While a request holds blocks its block table only grows at the end, so what was sent to the worker stays valid. The one
     exception is `trim`; the worker does the same by itself.
+    `lookahead` tokens after a block are part of what its hash stands for: features may keep, in a block, what depends on these too
+    (vLLM has `use_eagle`, and drops the last block of each hit).
     `hash_seed` begins every chain of hashes: if it is random, no client can construct hashes to find out which tokens are
     cached. With `enable_caching` False no block is ever found again.
     """
 
     def __init__(
-        self, block_pool: BlockPool, block_size: int, enable_caching: bool = False, hash_seed: bytes = b""
-    ) -> None:
-        self.block_size = block_size
+        self, block_pool: BlockPool, block_size: int, enable_caching: bool = False, hash_seed: bytes = b"",
+        lookahead: int = 0,
+    ) -> None:  # fmt: skip
+        self.block_size, self.lookahead = block_size, lookahead
         self.block_pool = block_pool
         self.enable_caching = enable_caching
         self._hash_seed = hashlib.sha256(hash_seed).digest()
@@ -67,13 +70,14 @@ class KVCacheManager:
         return hits
 
     def _hash_full_blocks(self, request: Request) -> None:
-        """Extend the request's chain of hashes to all of its known tokens that fill a block."""
+        """Extend the request's chain of hashes to all of its known tokens that fill a block, and the `lookahead` after it."""
         size, hashes = self.block_size, request.block_hashes
-        for start in range(len(hashes) * size, len(request.all_token_ids) - size + 1, size):
+        seen = size + self.lookahead
+        for start in range(len(hashes) * size, len(request.all_token_ids) - seen + 1, size):
             parent = hashes[-1] if hashes else self._beginning(request)
             # The salt enters the first block only: every later hash contains it through its parent.
             salt = request.cache_salt if not hashes else None
-            hashes.append(hash_block_tokens(parent, request.all_token_ids[start : start + size], salt))
+            hashes.append(hash_block_tokens(parent, request.all_token_ids[start : start + seen], salt))
 
     def _beginning(self, request: Request) -> bytes:
         """What the chain of hashes begins with: requests find each other's blocks only if all their `hash_keys` are equal."""
