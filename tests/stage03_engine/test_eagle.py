@@ -71,6 +71,17 @@ def test_the_same_tokens_with_and_without(name: str, plain: tuple[list[Any], int
     check_the_same(name, plain, spec(learned))
 
 
+def test_several_workers_draft_alike(plain: tuple[list[Any], int], learned: str) -> None:
+    """Each has all of the head, and a part of the embedding and of the output matrix that it shares."""
+    found = []
+    for workers in (1, 2):
+        settings = COMMON | ROOMY | {"tensor_parallel_size": workers, "speculative_config": spec(learned)}
+        with LLM("gpt2-tiny", **settings) as llm:
+            assert answers(llm) == plain[0]
+            found.append(counts_of(llm))
+    assert found[0] == found[1] and found[0]["accepted"] > 0
+
+
 @pytest.mark.parametrize("method", ["greedy", "probabilistic"])
 def test_other_ways_to_draft_leave_greedy_tokens_alone(method: str, plain: tuple[list[Any], int], learned: str) -> None:
     with LLM("gpt2-tiny", **COMMON | ROOMY, speculative_config=spec(learned, draft_sample_method=method)) as llm:
@@ -109,7 +120,9 @@ def check_drafts(seen: list[tuple[list[int], list[int]]], folder: str, model: An
 def branching(rng: random.Random) -> list[list[int]]:
     """Prompts that share beginnings, and part in the middle of a block, at its end, and at the first token after it."""
     stem = [rng.randrange(1, 2048) for _ in range(24)]
-    return [[*stem[:cut], rng.randrange(1, 2048), *stem[cut : cut + more]] for cut in (3, 8, 8, 12, 13) for more in (0, 5)]
+    return [
+        [*stem[:cut], rng.randrange(1, 2048), *stem[cut : cut + more]] for cut in (3, 8, 8, 12, 13) for more in (0, 5)
+    ]
 
 
 @pytest.mark.parametrize("head", ["learned", "wild"])
@@ -229,7 +242,9 @@ def test_what_does_not_fit_is_refused_in_one_line(
     folder, own = write(tmp_path / "head", random_head(SMALL), **config), spec("") | given
     settings = {key: own.pop(key) for key in list(own) if key in ("async_scheduling", "pipeline_parallel_size")}
     with pytest.raises(StagesError, match=message) as refused:
-        EngineArgs.from_kwargs(model="gpt2-tiny", speculative_config=own | {"model": own["model"] or folder}, **settings)
+        EngineArgs.from_kwargs(
+            model="gpt2-tiny", speculative_config=own | {"model": own["model"] or folder}, **settings
+        )
     assert "\n" not in str(refused.value)
 
 
@@ -269,7 +284,7 @@ def test_a_foreign_checkpoint_is_no_head(tmp_path: Path, learned: str) -> None:
         LLM("gpt2-tiny", **COMMON | ROOMY, speculative_config=spec(broken))
     named = {f"model.{name}": tensor for name, tensor in tensors.items()}
     named |= {"lm_head.weight": torch.zeros(3, 3), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(2)}
-    inner = {key: None for key in SMALL} | {"model": SMALL, "model_type": "eagle", "architectures": ["EAGLEModel"]}
+    inner = dict.fromkeys(SMALL) | {"model": SMALL, "model_type": "eagle", "architectures": ["EAGLEModel"]}
     wrapped = write(tmp_path / "wrapped", named, **inner)
     one, other = (
         EngineArgs.from_kwargs(model="gpt2-tiny", speculative_config=spec(name)) for name in (learned, wrapped)
@@ -290,7 +305,8 @@ def test_the_plan_of_the_memory_counts_every_number(
     plain, heads = (EngineArgs.from_kwargs(model="gpt2-tiny", **more) for more in ({}, {"speculative_config": spec(folder)}))  # fmt: skip
     count = sum(tensor.numel() for tensor in tensors.values())
     assert plan(heads.speculative_config)[1] == count
-    assert kv_block_bytes(heads) - kv_block_bytes(plain) == 2 * 2 * 2 * 64 * 4 * 16  # K and V, layers, heads, their size, float32, tokens
+    per_token = 2 * 2 * 2 * 64 * 4  # K and V, layers, heads, their size, float32
+    assert kv_block_bytes(heads) - kv_block_bytes(plain) == 16 * per_token
     given = ["--speculative-config", json.dumps(spec(folder)), "--dtype", "float32"]
     assert main(["serve", "gpt2-tiny", "--dry-run", *given]) == 0
     shown = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines() if line.strip()}

@@ -95,6 +95,17 @@ def test_the_same_tokens_with_and_without(name: str, plain: tuple[list[Any], int
     check_the_same(name, plain, spec(learned))
 
 
+def test_several_workers_draft_alike(plain: tuple[list[Any], int], learned: str) -> None:
+    """Each has all of the heads, and the whole hidden states."""
+    found = []
+    for workers in (1, 2):
+        settings = COMMON | ROOMY | {"tensor_parallel_size": workers, "speculative_config": spec(learned)}
+        with LLM("gpt2-tiny", **settings) as llm:
+            assert answers(llm) == plain[0]
+            found.append(counts_of(llm))
+    assert found[0] == found[1] and found[0]["accepted"] > 0
+
+
 @pytest.mark.parametrize("method", ["greedy", "probabilistic"])
 def test_other_ways_to_draft_leave_greedy_tokens_alone(method: str, plain: tuple[list[Any], int], learned: str) -> None:
     with LLM("gpt2-tiny", **COMMON | ROOMY, speculative_config=spec(learned, draft_sample_method=method)) as llm:

@@ -94,8 +94,12 @@ class EagleHook(Drafter):
             self.head = EagleHead(self.shape, config.device_config.attention_backend, **(own.draft_heads or {}))
         self._embedding: nn.Module | None = None
         self._hidden: Tensor | None = None  # the target's, of the step, [num_tokens, hidden_size]
-        self._places: dict[str, tuple[int, int]] = {}  # request id -> where in it its tokens begin, and the position of the first
-        self._states: dict[str, Tensor] = {}  # request id -> [hidden_size], the head's, which its first draft follows from
+        self._places: dict[
+            str, tuple[int, int]
+        ] = {}  # request id -> where in it its tokens begin, and the position of the first
+        self._states: dict[
+            str, Tensor
+        ] = {}  # request id -> [hidden_size], the head's, which its first draft follows from
 
     # Start
 
@@ -127,7 +131,9 @@ class EagleHook(Drafter):
         named = {name.rpartition(".")[2]: module for name, module in self.runner.model.named_modules()}
         self._embedding = self.head.embed_tokens or named.get("wte", named.get("embed_tokens"))
         if self._embedding is None:
-            raise ConfigError("speculative_config: the head has no embed_tokens of its own, and the target none that it could share")
+            raise ConfigError(
+                "speculative_config: the head has no embed_tokens of its own, and the target none that it could share"
+            )
 
     # A step
 
@@ -190,7 +196,9 @@ class EagleHook(Drafter):
         if trace.on:
             trace.emit("spec.caught_up", step=scheduler_output.step, rows=len(names), num_tokens=len(at))
 
-    def _run(self, names: list[str], firsts: np.ndarray, ends: np.ndarray, features: Tensor) -> tuple[Tensor, StepInputs]:
+    def _run(
+        self, names: list[str], firsts: np.ndarray, ends: np.ndarray, features: Tensor
+    ) -> tuple[Tensor, StepInputs]:
         """A pass over the positions from `firsts` up to `ends` of each request, with their features [num_tokens, hidden_size]. Returns the state of
         each request's last position [num_reqs, hidden_size], and the inputs."""
         inputs = self._inputs(names, firsts, ends)

@@ -44,7 +44,9 @@ def parse_eagle(given: dict[str, Any], values: Mapping[str, Any], files: ModelFi
     config = Config(folder / "config.json")
     shape = read_head(config, files)
     dummy = values["load_format"] == "dummy"
-    found = {} if dummy else {own_name(name) or name: each for name, each in tensors_in(folder).items() if own_name(name)}
+    found = (
+        {} if dummy else {own_name(name) or name: each for name, each in tensors_in(folder).items() if own_name(name)}
+    )
     scale = config.values.get("logit_scale", 1.0)
     if type(scale) not in (int, float) or not 0 < scale < 1e6:
         config.refuse(f"logit_scale must be a number above 0, not {scale!r}")
@@ -70,7 +72,9 @@ def read_head(config: Config, target: ModelFiles) -> ModelShape:
     config.only(_FIXED)
     for architecture in config.values.get("architectures") or ():
         if architecture not in ARCHITECTURES:
-            config.refuse(f"architecture {architecture} is not supported for a head; supported: {', '.join(ARCHITECTURES)}")
+            config.refuse(
+                f"architecture {architecture} is not supported for a head; supported: {', '.join(ARCHITECTURES)}"
+            )
     for key, own in (("hidden_size", target.shape.hidden_size), ("vocab_size", target.shape.vocab_size)):
         if (found := config.size(key, own)) != own:
             config.refuse(f"{key} is {found}, and the target's {own}: this head is another model's")
@@ -116,4 +120,8 @@ def plan(own: SpeculativeConfig) -> tuple[str, int, str]:
     """Its row in the plan of the memory: name, numbers, how they are made up."""
     head, shape = own.draft_heads or {}, convert(own.draft_shape, ModelShape)
     count = sum(math.prod(size) for size in tensors_of(shape, head["bias"], head["own_embedding"]).values())
-    return "eagle_head", count, f"{shape.num_layers} layer{'s' * (shape.num_layers > 1)}" + ", and an embedding" * head["own_embedding"]
+    return (
+        "eagle_head",
+        count,
+        f"{shape.num_layers} layer{'s' * (shape.num_layers > 1)}" + ", and an embedding" * head["own_embedding"],
+    )

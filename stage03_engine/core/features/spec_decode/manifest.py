@@ -74,7 +74,9 @@ class SpeculativeConfig:
     draft_sample_method: str = internal("coupled")
     num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] = internal(())
     adaptive_num_speculative_tokens: bool = internal(True)
-    draft_heads: dict[str, Any] | None = internal(None)  # what medusa.py makes MedusaHeads of, and eagle.py an EagleHead
+    draft_heads: dict[str, Any] | None = internal(
+        None
+    )  # what medusa.py makes MedusaHeads of, and eagle.py an EagleHead
 
 
 @dataclass(frozen=True)

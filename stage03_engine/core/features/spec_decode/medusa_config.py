@@ -89,7 +89,9 @@ def tensors_of(heads: Mapping[str, Any]) -> dict[str, list[list[int]]]:
             block = f"blocks.{head}.layers.{layer}"
             found |= {f"{block}.weight": [[hidden, hidden]]} | ({f"{block}.bias": [[hidden]]} if heads["bias"] else {})
     sizes = [[kept, hidden]] if kept == vocab else [[kept, hidden], [vocab, hidden]]
-    return found | {f"lm_heads.{number}.weight": sizes for number in range(1 if heads["one_output_matrix"] else heads["num_heads"])}
+    return found | {
+        f"lm_heads.{number}.weight": sizes for number in range(1 if heads["one_output_matrix"] else heads["num_heads"])
+    }
 
 
 def num_parameters(heads: Mapping[str, Any]) -> int:

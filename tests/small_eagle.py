@@ -87,7 +87,9 @@ def plain_states(config: dict[str, Any], tensors: dict[str, Tensor], features: T
 
 
 @torch.inference_mode()
-def plain_drafts(config: dict[str, Any], tensors: dict[str, Tensor], model: Any, known: list[int], count: int) -> list[int]:
+def plain_drafts(
+    config: dict[str, Any], tensors: dict[str, Tensor], model: Any, known: list[int], count: int
+) -> list[int]:
     """The tokens that a head guesses after `known`: the whole text again for each of them."""
     table = tensors.get("embed_tokens.weight", model.get_input_embeddings().weight)
     features, tokens = plain_hidden(model, known[:-1]), known[1:]
