@@ -255,7 +255,9 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 def test_what_does_not_fit_is_refused_in_one_line(
     given: dict[str, Any], config: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    folder = write(tmp_path / "heads", {"unused": torch.zeros(1)}, **config)
+    tensors = {f"blocks.{head}.layers.0.weight": torch.zeros(256, 256) for head in range(HEADS)}
+    tensors |= {f"lm_heads.{head}.weight": torch.zeros(VOCAB, 256) for head in range(HEADS)}
+    folder = write(tmp_path / "heads", tensors, **config)
     settings = {key: given.pop(key) for key in list(given) if key == "async_scheduling"}
     with pytest.raises(StagesError, match=message) as refused:
         EngineArgs.from_kwargs(model="gpt2-tiny", speculative_config=spec(folder) | given, **settings)

@@ -49,12 +49,12 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     }
 
 
-def medusa_heads(folder: Path, **config: Any) -> str:
+def medusa_heads(folder: Path) -> str:
     """Three, that know ten tokens."""
     tensors = {f"blocks.{head}.layers.0.weight": torch.zeros(256, 256) for head in range(3)}
     tensors |= {"lm_heads.0.weight": torch.zeros(10, 256), "token_map": torch.arange(10)}
-    made = {"num_heads": 3, "original_lm_head": True, "truncated_vocab_size": 10}
-    return write(folder, tensors, **dict.fromkeys(SMALL), **made, **{"model_type": "medusa"} | config)
+    made = {"model_type": "medusa", "num_heads": 3, "original_lm_head": True, "truncated_vocab_size": 10}
+    return write(folder, tensors, **dict.fromkeys(SMALL) | made)
 
 
 @pytest.mark.parametrize(("name", "key"), [(name, key) for name, (_, keys) in BASES.items() for key in keys])

@@ -190,7 +190,8 @@ class EagleHook(Drafter):
         if not names:
             return
         at = torch.from_numpy(np.concatenate(taken)).to(self.runner.device)
-        states, _ = self._run(names, *np.array(spans).T, hidden[at])
+        firsts, ends = np.array(spans).T
+        states, _ = self._run(names, firsts, ends, hidden[at])
         for name, state in zip(names, states):
             self._states[name] = state.clone()  # a view would keep all rows
         if trace.on:
