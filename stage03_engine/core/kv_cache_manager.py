@@ -21,7 +21,7 @@ def cdiv(a: int, b: int) -> int:
 
 
 def hash_block_tokens(parent: bytes, token_ids: Sequence[int], salt: str | None) -> bytes:
-    """sha256 over the parent block's hash, the tokens of one full block, and the salt.
+    """sha256 over the parent block's hash, the tokens of one full block (and any that what lies in it depends on), and the salt.
 
     The parent makes the hash stand for the whole prefix: the same 16 tokens after another beginning have other keys and
     values. All blocks have the same number of tokens, so parent and tokens cannot be confused with each other.
@@ -35,15 +35,12 @@ class KVCacheManager:
 
     While a request holds blocks its block table only grows at the end, so what was sent to the worker stays valid. The one
     exception is `trim`; the worker does the same by itself.
-    `lookahead` tokens after a block are part of what its hash stands for: features may keep, in a block, what depends on these too
-    (vLLM has `use_eagle`, and drops the last block of each hit).
     `hash_seed` begins every chain of hashes: if it is random, no client can construct hashes to find out which tokens are
     cached. With `enable_caching` False no block is ever found again.
     """
 
     def __init__(
-        self, block_pool: BlockPool, block_size: int, enable_caching: bool = False, hash_seed: bytes = b"",
-        lookahead: int = 0,
+        self, block_pool: BlockPool, block_size: int, enable_caching: bool = False, hash_seed: bytes = b"", lookahead: int = 0
     ) -> None:  # fmt: skip
         self.block_size, self.lookahead = block_size, lookahead
         self.block_pool = block_pool
@@ -71,8 +68,7 @@ class KVCacheManager:
 
     def _hash_full_blocks(self, request: Request) -> None:
         """Extend the request's chain of hashes to all of its known tokens that fill a block, and the `lookahead` after it."""
-        size, hashes = self.block_size, request.block_hashes
-        seen = size + self.lookahead
+        size, hashes, seen = self.block_size, request.block_hashes, self.block_size + self.lookahead
         for start in range(len(hashes) * size, len(request.all_token_ids) - seen + 1, size):
             parent = hashes[-1] if hashes else self._beginning(request)
             # The salt enters the first block only: every later hash contains it through its parent.
