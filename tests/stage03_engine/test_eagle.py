@@ -77,7 +77,8 @@ def test_several_workers_draft_alike(plain: tuple[list[Any], int], learned: str)
     for workers in (1, 2):
         settings = COMMON | ROOMY | {"tensor_parallel_size": workers, "speculative_config": spec(learned)}
         with LLM("gpt2-tiny", **settings) as llm:
-            assert answers(llm) == plain[0]
+            # no grammar: when it is ready depends on the clock, and the number of steps on that
+            assert answers(llm, PROMPTS[:5], PARAMS[:5]) == plain[0][:5]
             found.append(counts_of(llm))
     assert found[0] == found[1] and found[0]["accepted"] > 0
 
@@ -125,8 +126,13 @@ def branching(rng: random.Random) -> list[list[int]]:
     ]
 
 
-@pytest.mark.parametrize("head", ["learned", "wild"])
-@pytest.mark.parametrize("name", ["roomy", "small chunks", "preemption, small chunks", "preemption, swap"])
+@pytest.mark.parametrize(
+    ("name", "head"),
+    [
+        ("roomy", "wild"), ("small chunks", "wild"), ("preemption, small chunks", "wild"), ("preemption, swap", "wild"),
+        ("preemption, small chunks", "learned"),
+    ],
+)  # fmt: skip
 def test_the_drafts_are_those_of_plain_passes(
     name: str, head: str, target: GPT2LMHeadModel, request: pytest.FixtureRequest
 ) -> None:

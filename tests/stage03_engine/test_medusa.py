@@ -101,7 +101,8 @@ def test_several_workers_draft_alike(plain: tuple[list[Any], int], learned: str)
     for workers in (1, 2):
         settings = COMMON | ROOMY | {"tensor_parallel_size": workers, "speculative_config": spec(learned)}
         with LLM("gpt2-tiny", **settings) as llm:
-            assert answers(llm) == plain[0]
+            # no grammar: when it is ready depends on the clock, and the number of steps on that
+            assert answers(llm, PROMPTS[:5], PARAMS[:5]) == plain[0][:5]
             found.append(counts_of(llm))
     assert found[0] == found[1] and found[0]["accepted"] > 0
 
