@@ -70,6 +70,7 @@ class CacheConfig(Section):
         None, "text that the hashes of cached blocks begin with; random if not given, so that nobody can predict them"
     )
     block_pool_cls: str | None = option(None, "module:Class to use instead of stage03_engine.core.block_pool:BlockPool")
+    block_hash_lookahead: int = internal(0)  # tokens after a block that what lies in it depends on too
 
 
 @with_features

@@ -8,11 +8,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import small_eagle
 from small_adapters import write_adapter
 from small_gpt2 import first_layers
 
@@ -25,10 +27,13 @@ from stage03_engine.params.structured_outputs import StructuredOutputsParams
 from stage03_engine.plugins import features
 from stage03_engine.sampling_params import SamplingParams
 
+_KEPT = tempfile.TemporaryDirectory()  # as long as this module
+HEAD = small_eagle.write(Path(_KEPT.name) / "head", small_eagle.random_head(small_eagle.SMALL))
 SMALL: dict[str, Any] = {"kv_cache_memory_bytes": 20_000_000, "max_model_len": 96, "device": "cpu", "dtype": "float32"}
 SETTINGS: dict[str, dict[str, Any]] = {
     "drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}},
     "draft model": {"speculative_config": {"model": "gpt2-tiny-draft", "num_speculative_tokens": 3}},
+    "EAGLE head": {"speculative_config": {"method": "eagle", "model": HEAD, "num_speculative_tokens": 3}},
     "swap": {"swap_space": 1, "preemption_mode": "swap"},
     "ahead": {"async_scheduling": True},
     "processors": {"logits_processors": ("logits_as_they_are:LogitsAsTheyAre",)},
@@ -77,11 +82,15 @@ ELSEWHERE = {
     "generation_config": "defaults of a model's own file, test_generation_config",
 }
 """Features whose settings are not tried here -> where they are."""
-APART = [("fair", "priority"), ("int8", "int4"), ("batch invariant", "reference"), ("drafts", "draft model")]
+APART = [
+    ("fair", "priority"), ("int8", "int4"), ("batch invariant", "reference"),
+    *itertools.combinations(("drafts", "draft model", "EAGLE head"), 2),
+]  # fmt: skip
 """One setting cannot have two values."""
 BY_VALUE = {
     ("folder", "no prefix cache"): "needs enable_prefix_caching",
     ("draft model", "folder"): "kv_transfer_config cannot be combined with a draft model",
+    ("EAGLE head", "folder"): "kv_transfer_config cannot be combined with an EAGLE head",
 } | {
     (one, "profiled"): "profiler_dir records the engine process"
     for one in ("tensor parallel", "pipeline", "worker process")

@@ -21,7 +21,7 @@ def cdiv(a: int, b: int) -> int:
 
 
 def hash_block_tokens(parent: bytes, token_ids: Sequence[int], salt: str | None) -> bytes:
-    """sha256 over the parent block's hash, the tokens of one full block, and the salt.
+    """sha256 over the parent block's hash, the tokens of one full block (and any that what lies in it depends on), and the salt.
 
     The parent makes the hash stand for the whole prefix: the same 16 tokens after another beginning have other keys and
     values. All blocks have the same number of tokens, so parent and tokens cannot be confused with each other.
@@ -40,9 +40,9 @@ class KVCacheManager:
     """
 
     def __init__(
-        self, block_pool: BlockPool, block_size: int, enable_caching: bool = False, hash_seed: bytes = b""
-    ) -> None:
-        self.block_size = block_size
+        self, block_pool: BlockPool, block_size: int, enable_caching: bool = False, hash_seed: bytes = b"", lookahead: int = 0
+    ) -> None:  # fmt: skip
+        self.block_size, self.lookahead = block_size, lookahead
         self.block_pool = block_pool
         self.enable_caching = enable_caching
         self._hash_seed = hashlib.sha256(hash_seed).digest()
@@ -67,13 +67,13 @@ class KVCacheManager:
         return hits
 
     def _hash_full_blocks(self, request: Request) -> None:
-        """Extend the request's chain of hashes to all of its known tokens that fill a block."""
-        size, hashes = self.block_size, request.block_hashes
-        for start in range(len(hashes) * size, len(request.all_token_ids) - size + 1, size):
+        """Extend the request's chain of hashes to all of its known tokens that fill a block, and the `lookahead` after it."""
+        size, hashes, seen = self.block_size, request.block_hashes, self.block_size + self.lookahead
+        for start in range(len(hashes) * size, len(request.all_token_ids) - seen + 1, size):
             parent = hashes[-1] if hashes else self._beginning(request)
             # The salt enters the first block only: every later hash contains it through its parent.
             salt = request.cache_salt if not hashes else None
-            hashes.append(hash_block_tokens(parent, request.all_token_ids[start : start + size], salt))
+            hashes.append(hash_block_tokens(parent, request.all_token_ids[start : start + seen], salt))
 
     def _beginning(self, request: Request) -> bytes:
         """What the chain of hashes begins with: requests find each other's blocks only if all their `hash_keys` are equal."""

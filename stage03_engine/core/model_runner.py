@@ -22,7 +22,7 @@ from stage04_kernels.sampler import SamplerOutput, SamplingMetadata, sample
 from stagetrace import trace
 
 
-def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """torch.zeros, but on a CPU a block takes no memory before it is first used: numpy gets zero pages from the operating
     system, where torch would write every byte (1.6 GB and half a second for gpt2-tiny's default cache)."""
     if device.type != "cpu" or 0 in size:
@@ -56,7 +56,7 @@ class ModelRunner:
         """One [2, num_blocks, block_size, num_kv_heads, head_dim] tensor per layer; a feature may hold heads in other sizes."""
         shape, (_, dtype, head_size) = self.config.shape, head_layout(self.config)
         size = (2, num_blocks, self.block_size, shape.num_kv_heads, head_size)
-        return [_zeros(size, getattr(torch, dtype), device) for _ in range(shape.num_layers)]
+        return [zeros(size, getattr(torch, dtype), device) for _ in range(shape.num_layers)]
 
     def initialize_kv_cache(self, num_blocks: int) -> None:
         """Allocate the KV cache."""

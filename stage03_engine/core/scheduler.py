@@ -44,8 +44,8 @@ class Scheduler:
     ) -> None:
         self.config = config
         self.max_model_len = max_model_len
-        block_size = cache_config.block_size
-        self.kv_cache_manager = KVCacheManager(block_pool, block_size, cache_config.enable_prefix_caching, hash_seed)
+        caching, lookahead = cache_config.enable_prefix_caching, cache_config.block_hash_lookahead
+        self.kv_cache_manager = KVCacheManager(block_pool, cache_config.block_size, caching, hash_seed, lookahead)
         self.hooks: list[SchedulerHook] = []
         self.requests: dict[str, Request] = {}
         policy = config.scheduling_policy

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from stage03_engine.config import VllmConfig
+from stage03_engine.config import CacheConfig, VllmConfig
 from stage03_engine.core.hooks import SchedulerHook
 from stage03_engine.core.request import Request
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
@@ -26,23 +26,25 @@ OWN_PARAMS = ("max_tokens", "min_tokens", "ignore_eos", "stop_token_ids", "eos_t
 """What `sched.queued` tells of every request (`Request.traced_params`). The rest is told by the hooks of features."""
 
 
-def made_up_tokens(start: int, count: int, block_hashes: Sequence[str], block_size: int) -> list[int]:
-    """`count` tokens from position `start` on. The last token of a block stands for the block's hash, which stands for the
-    whole prefix: so two requests have equal blocks here exactly where the real ones had."""
-    hashes = iter(block_hashes)
-    ends = [(position + 1) % block_size == 0 and bool(block_hashes) for position in range(start, start + count)]
+def made_up_tokens(
+    start: int, count: int, block_hashes: Sequence[str], block_size: int, lookahead: int = 0
+) -> list[int]:
+    """`count` tokens from position `start` on. The last token that a block's hash covers (with a `lookahead`, one of those after it) stands for
+    the hash, which stands for the whole prefix: so two requests have equal blocks here exactly where the real ones had."""
+    hashes, filled = iter(block_hashes), range(start + 1 - lookahead, start + 1 - lookahead + count)
+    ends = [end > 0 and end % block_size == 0 and bool(block_hashes) for end in filled]
     try:
         return [-2 - (int(next(hashes), 16) >> 2) if end else FILLER for end in ends]
     except StopIteration:
         raise TraceError(f"{sum(ends)} blocks were filled, but {len(block_hashes)} hashes recorded") from None
 
 
-def made_up_request(queued: Event, block_size: int) -> EngineCoreRequest:
+def made_up_request(queued: Event, cache: CacheConfig) -> EngineCoreRequest:
     """The request of a `sched.queued`, as far as the walk knows it."""
     given, length = queued.args["params"], queued.args["num_prompt_tokens"]
     own = {name: given[name] for name in ("max_tokens", "min_tokens", "ignore_eos")}
     params = SamplingParams(**own, stop_token_ids=[STOP_TOKEN])
-    tokens = made_up_tokens(0, length, queued.args["block_hashes"], block_size)
+    tokens = made_up_tokens(0, length, queued.args["block_hashes"], cache.block_size, cache.block_hash_lookahead)
     eos, priority, tenant = given["eos_token_id"], given["priority"], given.get("tenant")
     return EngineCoreRequest(queued.req or "", tokens, params, eos, priority=priority, tenant=tenant)
 
@@ -163,15 +165,13 @@ class RecordedStep:
             case _:
                 self.events.setdefault(event.name, []).append(event)
 
-    def runner_output(self, requests: dict[str, Request], block_size: int) -> ModelRunnerOutput:
+    def runner_output(self, requests: dict[str, Request], cache: CacheConfig) -> ModelRunnerOutput:
         """What the model gave in this step, with made-up tokens. Features add theirs (`RecordedHook.before_results`)."""
-        return ModelRunnerOutput(
-            {e.req or "": self._sampled(e, requests[e.req or ""], block_size) for e in self.tokens}
-        )
+        return ModelRunnerOutput({e.req or "": self._sampled(e, requests[e.req or ""], cache) for e in self.tokens})
 
-    def _sampled(self, event: Event, request: Request, block_size: int) -> list[int]:
-        taken = event.args["num_tokens"]
-        tokens = made_up_tokens(len(request.all_token_ids), taken, event.args["block_hashes"], block_size)
+    def _sampled(self, event: Event, request: Request, cache: CacheConfig) -> list[int]:
+        taken, known, hashes = event.args["num_tokens"], len(request.all_token_ids), event.args["block_hashes"]
+        tokens = made_up_tokens(known, taken, hashes, cache.block_size, cache.block_hash_lookahead)
         end = self.ends.get(request.request_id)
         by = end.args["by"] if end is not None else ""
         if by == "eos" and request.eos_token_id is not None:

@@ -132,7 +132,7 @@ class Replay:
     def _arrive(self, event: Event) -> None:
         params = event.args["params"]
         self._use_all(params, OWN_PARAMS)
-        message = made_up_request(event, self.cache_config.block_size)
+        message = made_up_request(event, self.cache_config)
         for hook in self._hooks.values():
             hook.before_arrival(message, params)
         request = Request(message, seed=0)
@@ -170,7 +170,7 @@ class Replay:
         output = step.output
         assert output is not None, "the decision is the same"
         self._now = step.step
-        model = step.runner_output(self.requests, self.cache_config.block_size)
+        model = step.runner_output(self.requests, self.cache_config)
         for hook in self._hooks.values():
             hook.before_results(step, model)
         before = self._snapshot()

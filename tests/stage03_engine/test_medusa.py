@@ -95,6 +95,18 @@ def test_the_same_tokens_with_and_without(name: str, plain: tuple[list[Any], int
     check_the_same(name, plain, spec(learned))
 
 
+def test_several_workers_draft_alike(plain: tuple[list[Any], int], learned: str) -> None:
+    """Each has all of the heads, and the whole hidden states."""
+    found = []
+    for workers in (1, 2):
+        settings = COMMON | ROOMY | {"tensor_parallel_size": workers, "speculative_config": spec(learned)}
+        with LLM("gpt2-tiny", **settings) as llm:
+            # no grammar: when it is ready depends on the clock, and the number of steps on that
+            assert answers(llm, PROMPTS[:5], PARAMS[:5]) == plain[0][:5]
+            found.append(counts_of(llm))
+    assert found[0] == found[1] and found[0]["accepted"] > 0
+
+
 @pytest.mark.parametrize("method", ["greedy", "probabilistic"])
 def test_other_ways_to_draft_leave_greedy_tokens_alone(method: str, plain: tuple[list[Any], int], learned: str) -> None:
     with LLM("gpt2-tiny", **COMMON | ROOMY, speculative_config=spec(learned, draft_sample_method=method)) as llm:
@@ -244,7 +256,9 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 def test_what_does_not_fit_is_refused_in_one_line(
     given: dict[str, Any], config: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    folder = write(tmp_path / "heads", {"unused": torch.zeros(1)}, **config)
+    tensors = {f"blocks.{head}.layers.0.weight": torch.zeros(256, 256) for head in range(HEADS)}
+    tensors |= {f"lm_heads.{head}.weight": torch.zeros(VOCAB, 256) for head in range(HEADS)}
+    folder = write(tmp_path / "heads", tensors, **config)
     settings = {key: given.pop(key) for key in list(given) if key == "async_scheduling"}
     with pytest.raises(StagesError, match=message) as refused:
         EngineArgs.from_kwargs(model="gpt2-tiny", speculative_config=spec(folder) | given, **settings)

@@ -103,9 +103,9 @@ def test_defaults_of_the_lookup_lengths() -> None:
         ({}, "give a method .'ngram'., or a model that drafts"),
         (
             {"method": "lookup", "num_speculative_tokens": 2},
-            "method must be one of ngram, draft_model, medusa, not 'lookup'",
+            "method must be one of ngram, draft_model, medusa, eagle, not 'lookup'",
         ),
-        ({"method": "eagle", "num_speculative_tokens": 2}, "method 'eagle' .a head on .* is not built"),
+        ({"method": "eagle3", "num_speculative_tokens": 2}, "method 'eagle3' .a head on .* is not built"),
         ({"method": "ngram"}, "num_speculative_tokens must be an integer in \\[1, 128\\], not None"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens must be .* not 0"),
         ({"method": "ngram", "num_speculative_tokens": 129}, "num_speculative_tokens must be .* not 129"),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from small_eagle import SMALL, random_head, write
 
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.core.features.spec_decode import draft_model_config
@@ -14,6 +17,7 @@ from stage03_engine.errors import StagesError
 BASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "a draft model": ({"model": "gpt2-tiny-draft", "num_speculative_tokens": 2}, draft_model_config.KEYS),
     "Medusa heads": ({"method": "medusa", "model": "HEADS", "num_speculative_tokens": 2}, draft_model_config.KEYS),
+    "an EAGLE head": ({"method": "eagle", "model": "HEAD", "num_speculative_tokens": 2}, draft_model_config.KEYS),
     "n-grams": ({"method": "ngram", "num_speculative_tokens": 2}, NGRAM_KEYS),
 }
 VALUES: tuple[Any, ...] = (
@@ -36,14 +40,21 @@ def is_taken(key: str, value: Any) -> bool:
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """BASES, with a folder where HEADS stands; its weights are not read yet."""
+    """BASES, with folders where HEADS and HEAD stand."""
     folder = tmp_path_factory.mktemp("heads")
-    (folder / "config.json").write_text('{"model_type": "medusa", "num_heads": 3}')
-    (folder / "model.safetensors").touch()
+    folders = {"HEADS": medusa_heads(folder / "medusa"), "HEAD": write(folder / "one", random_head(SMALL))}
     return {
-        name: base | ({"model": str(folder)} if base.get("model") == "HEADS" else {})
+        name: base | ({"model": folders[base["model"]]} if base.get("model") in folders else {})
         for name, (base, _) in BASES.items()
     }
+
+
+def medusa_heads(folder: Path) -> str:
+    """Three, that know ten tokens."""
+    tensors = {f"blocks.{head}.layers.0.weight": torch.zeros(256, 256) for head in range(3)}
+    tensors |= {"lm_heads.0.weight": torch.zeros(10, 256), "token_map": torch.arange(10)}
+    made = {"model_type": "medusa", "num_heads": 3, "original_lm_head": True, "truncated_vocab_size": 10}
+    return write(folder, tensors, **dict.fromkeys(SMALL) | made)
 
 
 @pytest.mark.parametrize(("name", "key"), [(name, key) for name, (_, keys) in BASES.items() for key in keys])
@@ -70,3 +81,29 @@ def test_null_is_as_good_as_nothing(name: str, bases: dict[str, dict[str, Any]])
     assert found == plain or vars(found) | {"speculative_config": None} == vars(plain) | {"speculative_config": None}
     with pytest.raises(StagesError, match="num_speculative_tokens must be an integer in .1, 128., not None"):
         EngineArgs.from_kwargs(model="gpt2-tiny", speculative_config=base | {"num_speculative_tokens": None})
+
+
+def test_the_method_follows_from_the_files(tmp_path: Path) -> None:
+    """As in vLLM: from config.json, or from the name; a head that is an ordinary Llama's by both is known by its `fc`."""
+    tensors = random_head(SMALL)
+    found = {
+        "medusa": medusa_heads(tmp_path / "heads"),
+        "eagle": write(tmp_path / "head", tensors),
+        "eagle by its model_type": write(tmp_path / "typed", tensors, model_type="eagle", architectures=None),
+        "eagle by its architecture": write(tmp_path / "named", tensors, architectures=["EagleLlamaForCausalLM"]),
+        "draft_model": "gpt2-tiny-draft",
+    }
+    for method, name in found.items():
+        config = EngineArgs.from_kwargs(
+            model="gpt2-tiny", speculative_config={"model": name, "num_speculative_tokens": 2}
+        )
+        assert config.speculative_config.method == method.split()[0], name
+    refused = {
+        "EAGLE3-tiny": ({}, "method 'eagle3'"), "third": ({"architectures": ["LlamaForCausalLMEagle3"]}, "method 'eagle3'"),
+        "EAGLE-tiny": ({"hidden_size": 64}, "this head is another model's"), "linear": ({"model_type": "mlp_speculator"}, "method 'mlp_speculator'"),
+        "other": ({"hidden_size": 7, "model_type": "medusa", "num_heads": 3}, "these heads are another model's"),
+    }  # fmt: skip
+    for name, (config, message) in refused.items():
+        folder = write(tmp_path / name, {} if name == "EAGLE-tiny" else tensors, **config)
+        with pytest.raises(StagesError, match=message):
+            EngineArgs.from_kwargs(model="gpt2-tiny", speculative_config={"model": folder, "num_speculative_tokens": 2})

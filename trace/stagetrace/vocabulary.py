@@ -256,6 +256,8 @@ _ROWS = [
         "v1/core/sched/scheduler.py update_from_output"),
     _optional("spec.drafted", 8, ENGINE, {"rows": "int", "num_tokens": "int", "passes": "int"}, "A second model, or heads of this one, drafted: for so many requests, in so many passes.",
         "v1/spec_decode/llm_base_proposer.py SpecDecodeBaseProposer.propose"),
+    _optional("spec.caught_up", 8, ENGINE, {"rows": "int", "num_tokens": "int"}, "An EAGLE head read what the target computed in this step: so many positions, of so many requests.",
+        "v1/spec_decode/eagle.py EagleProposer"),
     _optional("spec.proposed", 8, ENGINE, {"num_tokens": "int", "token_ids": "list[int]"}, "Draft tokens for the next step to verify; their ids only with --trace-prompts.",
         "v1/spec_decode/ngram_proposer.py NgramProposer.propose"),
     Row("sched.output", 8, ENGINE, {"total_tokens": "int", "budget": "int", "free_blocks": "int"}, "The decision of this step is complete.", "v1/core/sched/output.py SchedulerOutput"),

@@ -203,6 +203,7 @@ def rows(config: VllmConfig, memory: Memory) -> list[tuple[str, str, str]]:
     weights, layers = f"{memory.num_parameters:,} parameters in {format_}", f"{config.shape.num_layers} layers"
     if memory.draft_parameters:
         weights += f", and {memory.draft_parameters:,} of the draft"
+    if sum(more(config) for more in each(VllmConfig, "kv_per_token")):
         layers += ", and the draft's"
     found = [
         ("weights", shown(memory.weights), weights),

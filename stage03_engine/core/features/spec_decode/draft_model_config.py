@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from stage03_engine.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
+from stage03_engine.core.features.spec_decode.heads_files import checked_name
 from stage03_engine.core.features.spec_decode.manifest import keys_of, positive, refused
 from stage03_engine.errors import ConfigError, ModelNotFoundError
 from stage03_engine.hf_config import read_json
@@ -36,7 +37,6 @@ ONLY = {
 }
 """vLLM's keys that have one value here -> it, and why."""
 MAX_BATCH_SIZE = 2**31 - 1  # more requests than a batch ever holds: "and all above"
-LONGEST_NAME = 1000  # of a model, in characters
 KEYS = (
     "method", "model", "num_speculative_tokens", "max_model_len", "draft_sample_method",
     "num_speculative_tokens_per_batch_size", "adaptive_num_speculative_tokens", *ONLY,
@@ -64,9 +64,7 @@ def parse_drafter(given: dict[str, Any]) -> dict[str, Any]:
     for key, (value, why) in ONLY.items():
         if key in given and (type(given[key]) is not type(value) or given[key] != value):  # 1.0 and True are not 1
             raise refused(key, f"can only be {value!r}", given[key], why)
-    model = given.get("model")
-    if type(model) is not str or not 0 < len(model) <= LONGEST_NAME or not model.isprintable():
-        raise refused("model", "must name a bundled model, a Hugging Face id or a folder", model)
+    checked_name(given)
     method = given.get("draft_sample_method", "coupled")
     if method not in SAMPLE_METHODS:
         raise refused("draft_sample_method", f"must be one of {', '.join(SAMPLE_METHODS)}", method)
@@ -153,15 +151,20 @@ def _by_batch_size(given: Any, most: int) -> tuple[tuple[int, int, int], ...]:
 
 
 def check_draft_model(config: VllmConfig) -> None:
-    """Raises ConfigError for a draft that is no model of text, and where blocks travel without its part of them."""
+    """Raises ConfigError for a draft that is no model of text."""
     if "generate" not in draft_config(config).supported_tasks:
         raise ConfigError("speculative_config: the draft is no model that generates text")
+
+
+def check_own_blocks(config: VllmConfig) -> None:
+    """Of what drafts with keys and values of its own. Raises ConfigError where blocks travel without its part of them."""
+    what = {"draft_model": "a draft model", "eagle": "an EAGLE head"}[config.speculative_config.method]
     if (
         getattr(config, "kv_transfer_config", None) is not None
         and config.kv_transfer_config.kv_transfer_config is not None
     ):
         raise ConfigError(
-            "kv_transfer_config cannot be combined with a draft model: its folder holds the target's keys and values alone; leave "
+            f"kv_transfer_config cannot be combined with {what}: its folder holds the target's keys and values alone; leave "
             "out one of the two"
         )
 

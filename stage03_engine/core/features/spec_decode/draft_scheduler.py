@@ -38,6 +38,11 @@ class DraftHook(SchedulerHook):
     draft had is free again before the next step.
     """
 
+    def preempted(self, request: Request, output: SchedulerOutput) -> bool:
+        """Its drafts were to follow what it loses; it asks again once it has caught up."""
+        request.spec_token_ids = []
+        return False
+
     def scheduled(self, output: SchedulerOutput) -> None:
         """Extend `output` by the drafts of the requests that catch up in this step."""
         manager, requests = self.scheduler.kv_cache_manager, self.scheduler.requests

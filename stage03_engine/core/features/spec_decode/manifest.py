@@ -19,10 +19,13 @@ if TYPE_CHECKING:
 NGRAM_KEYS = ("method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
 _ROOM = "stage03_engine.core.features.spec_decode."
 DRAFT_MODEL = _ROOM + "draft_model_config:"
-READERS = {"draft_model": DRAFT_MODEL + "parse_draft_model", "medusa": _ROOM + "medusa_config:parse_medusa"}
+READERS = {
+    "draft_model": DRAFT_MODEL + "parse_draft_model", "medusa": _ROOM + "medusa_config:parse_medusa",
+    "eagle": _ROOM + "eagle_config:parse_eagle",
+}  # fmt: skip
 """Method -> what reads the keys of its JSON."""
 NOT_BUILT = {
-    "eagle": "a head on the target's hidden states", "eagle3": "a head on the target's hidden states",
+    "eagle3": "a head on hidden states from the middle of the target, which the models here do not hand out",
     "mlp_speculator": "a head on the target's last hidden state",
     "mtp": "layers of the target's own that predict further tokens", "suffix": "a tree of all that was written before",
     "ngram_gpu": "prompt lookup on the device",
@@ -33,6 +36,7 @@ MAX_VALUE = 128  # of each number: longer drafts are useless, and every draft po
 
 RUNNER_HOOKS = {
     "ngram": "ngram_proposer:NgramHook", "draft_model": "draft_model:DraftModelHook", "medusa": "medusa:MedusaHook",
+    "eagle": "eagle:EagleHook",
 }  # fmt: skip
 
 COUNTS = {
@@ -52,7 +56,7 @@ class SpeculativeConfig:
         None,
         'speculative decoding, as JSON: {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, '
         '"prompt_lookup_max": 4}, or with a smaller model that drafts: {"model": "gpt2-tiny-draft", "num_speculative_tokens": 4}, or with '
-        'Medusa heads of the target: {"method": "medusa", "model": "FOLDER", "num_speculative_tokens": 4}; '
+        'Medusa heads or an EAGLE head of the target: {"method": "medusa", "model": "FOLDER", "num_speculative_tokens": 4}; '
         "off if not given",
         aliases=("-sc",),
     )
@@ -70,7 +74,9 @@ class SpeculativeConfig:
     draft_sample_method: str = internal("coupled")
     num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] = internal(())
     adaptive_num_speculative_tokens: bool = internal(True)
-    draft_heads: dict[str, Any] | None = internal(None)  # what medusa.py makes MedusaHeads of
+    draft_heads: dict[str, Any] | None = internal(
+        None
+    )  # what medusa.py makes MedusaHeads of, and eagle.py an EagleHead
 
 
 @dataclass(frozen=True)
@@ -83,7 +89,7 @@ class SpecDecodeFlags:
     def resolve(values: Mapping[str, Any], files: object) -> dict[str, Any]:
         """What the JSON says, key by key; of a model that drafts, its files too."""
         given = values["speculative_config"]
-        if given is not None and (reader := READERS.get(method_of(given))) is not None:
+        if given is not None and (reader := READERS.get(method_of(given, values))) is not None:
             found: dict[str, Any] = load(reader)(given, values, files)
             return found
         return parse_speculative_config(given)
@@ -108,10 +114,12 @@ class SpecDecodeFlags:
             )
         if method == "draft_model":
             load(DRAFT_MODEL + "check_draft_model")(config)
+        if own.draft_shape is not None:
+            load(DRAFT_MODEL + "check_own_blocks")(config)
 
     @staticmethod
     def kv_per_token(config: VllmConfig) -> int:
-        """Numbers in the keys and values of the model that drafts, which lie in the same blocks."""
+        """Numbers in the keys and values of the model, or the head, that drafts, which lie in the same blocks."""
         shape = config.speculative_config.draft_shape
         return (
             0
@@ -121,13 +129,13 @@ class SpecDecodeFlags:
 
     @staticmethod
     def memory_rows(config: VllmConfig) -> list[tuple[str, int, str, bool]]:
-        """Medusa heads. A model that drafts counts among the weights."""
-        heads = config.speculative_config.draft_heads
-        if heads is None or not SpecDecodeFlags.hooks(config):
+        """Heads. A model that drafts counts among the weights."""
+        own = config.speculative_config
+        if own.draft_heads is None or not SpecDecodeFlags.hooks(config):
             return []
+        name, count, how = load(f"{_ROOM}{own.method}_config:plan")(own)
         item_bytes = load("stage03_engine.core.kv_cache_size:item_bytes")
-        size = load(_ROOM + "medusa_config:num_parameters")(heads) * item_bytes(config)
-        return [("medusa_heads", size, f"{heads['num_heads']} heads (speculative_config)", True)]
+        return [(name, count * item_bytes(config), f"{how} (speculative_config)", True)]
 
     @staticmethod
     def hooks(config: VllmConfig) -> dict[str, list[str]]:
@@ -139,16 +147,18 @@ class SpecDecodeFlags:
         return {"scheduler": [_ROOM + "draft_scheduler:DraftHook"], "runner": [_ROOM + RUNNER_HOOKS[method]]}
 
 
-def method_of(given: dict[str, Any]) -> str:
+def method_of(given: dict[str, Any], values: Mapping[str, Any]) -> str:
     """Without one, it follows from the model, as in vLLM; "" if there is none either. Raises ConfigError for a method that is not built."""
     method = given.get("method")
+    if method is None and given.get("model") is not None:
+        method = load(_ROOM + "heads_files:method_of_files")(given, values)
     if type(method) is str and method in NOT_BUILT:
         built = ", ".join(map(repr, RUNNER_HOOKS))
         raise ConfigError(
             f"speculative_config: method {method!r} ({NOT_BUILT[method]}) is not built; built are {built}"
         )
     if method is None:
-        return "draft_model" if given.get("model") is not None else ""
+        return ""
     if type(method) is not str or method not in RUNNER_HOOKS:
         raise refused("method", f"must be one of {', '.join(RUNNER_HOOKS)}", method)
     return method
@@ -206,5 +216,5 @@ FEATURE = Feature(
         Part("counts", ".manifest:COUNTS"),
     ),
     after=("swap_space",),  # blocks that come back hold keys that a draft reads
-    events=("spec.proposed", "spec.drafted", "spec.scheduled", "spec.verified"),
+    events=("spec.proposed", "spec.drafted", "spec.caught_up", "spec.scheduled", "spec.verified"),
 )

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.features.spec_decode.drafter import Drafter
+from stage03_engine.core.features.spec_decode.medusa_config import NO_MAP, own_name
 from stage03_engine.core.input_batch import StepInputs, gather_inputs
 from stage03_engine.core.model_runner import ModelRunner
 from stage03_engine.core.models.layers import LanguageModel, assign_weights
@@ -66,8 +67,8 @@ class MedusaHeads(nn.Module):
         return whole.index_copy_(1, self.token_map, logits)
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Assign a checkpoint's tensors. Its makers put "medusa_heads." before the names. Raises ConfigError if it does not fit."""
-        named = {name.removeprefix("medusa_heads."): tensor for name, tensor in tensors}
+        """Assign a checkpoint's tensors. Raises ConfigError if it does not fit."""
+        named = {own_name(name): tensor for name, tensor in tensors}
         token_map = named.pop("token_map", None)
         if self.kept_vocab_size < self.vocab_size:
             self.token_map = self._checked(token_map)
@@ -79,7 +80,7 @@ class MedusaHeads(nn.Module):
     def _checked(self, token_map: Tensor | None) -> Tensor:
         """[kept_vocab_size] int64. Raises ConfigError."""
         if token_map is None:
-            raise ConfigError("the heads have a truncated_vocab_size, and no token_map says which tokens these are")
+            raise ConfigError(NO_MAP)
         tokens = token_map.long()
         fits = not token_map.is_floating_point() and list(tokens.shape) == [self.kept_vocab_size]
         if not fits or not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab_size:

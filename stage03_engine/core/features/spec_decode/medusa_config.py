@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from functools import partial
-from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from stage03_engine.core.features.spec_decode.draft_model_config import KEYS, context, parse_drafter
+from stage03_engine.core.features.spec_decode.heads_files import check_tensors, find_heads, tensors_in
 from stage03_engine.core.features.spec_decode.manifest import keys_of, refused
-from stage03_engine.errors import ModelNotFoundError
+from stage03_engine.errors import ConfigError
 from stage03_engine.hf_config import Config
-from stage03_engine.model_path import canonical_name, has_model, locate, weight_files
 
 if TYPE_CHECKING:
+    from stage03_engine.core.features.spec_decode.manifest import SpeculativeConfig
     from stage03_engine.model_path import ModelFiles
 
 MAX_HEADS = 128  # the most drafts, too
+NO_MAP = "the heads have a truncated_vocab_size, and no token_map says which tokens these are"
 
 
 def parse_medusa(given: dict[str, Any], values: Mapping[str, Any], files: ModelFiles) -> dict[str, Any]:
@@ -25,22 +25,19 @@ def parse_medusa(given: dict[str, Any], values: Mapping[str, Any], files: ModelF
     ModelNotFoundError."""
     given = keys_of(given, KEYS)
     fields = parse_drafter(given)
-    dummy = values["load_format"] == "dummy"
-    try:
-        whole = _has_config if dummy else partial(has_model, "auto")
-        settings = SimpleNamespace(**{**values, "revision": None})  # the target's own revision is not the heads'
-        folder, _ = locate(canonical_name(given["model"]), "model", whole, dummy, settings)
-        if not _has_config(folder):
-            raise ModelNotFoundError(f"{folder} is not a model: it has no config.json")
-        if not dummy:
-            weight_files(folder)
-    except ModelNotFoundError as error:
-        raise ModelNotFoundError(f"speculative_config: {error}") from error
+    folder, dummy = find_heads(given["model"], values), values["load_format"] == "dummy"
     heads = read_heads(Config(folder / "config.json"), files)
     if fields["num_speculative_tokens"] > heads["num_heads"]:
         raise refused(
             "num_speculative_tokens", f"must be at most {heads['num_heads']}, a token for each head", fields["num_speculative_tokens"]
         )  # fmt: skip
+    if not dummy:
+        found = {own_name(name): each for name, each in tensors_in(folder).items()}
+        if heads["kept_vocab_size"] == heads["vocab_size"]:
+            found.pop("token_map", None)
+        elif "token_map" not in found:
+            raise ConfigError(f"speculative_config: {folder}: {NO_MAP}")
+        check_tensors(folder, found, tensors_of(heads))
     return fields | {
         "method": "medusa",
         "draft_model_path": str(folder),
@@ -78,13 +75,31 @@ def read_heads(config: Config, target: ModelFiles) -> dict[str, Any]:
     }
 
 
+def own_name(name: str) -> str:
+    """A checkpoint's name -> the heads': their makers put "medusa_heads." before it."""
+    return name.removeprefix("medusa_heads.")
+
+
+def tensors_of(heads: Mapping[str, Any]) -> dict[str, list[list[int]]]:
+    """Name -> the shapes that it may have, of all that a checkpoint of such heads holds: an output matrix may have rows of tokens that the heads do not know."""
+    hidden, vocab, kept = heads["hidden_size"], heads["vocab_size"], heads["kept_vocab_size"]
+    found: dict[str, list[list[int]]] = {} if kept == vocab else {"token_map": [[kept]]}
+    for head in range(heads["num_heads"]):
+        for layer in range(heads["num_layers"]):
+            block = f"blocks.{head}.layers.{layer}"
+            found |= {f"{block}.weight": [[hidden, hidden]]} | ({f"{block}.bias": [[hidden]]} if heads["bias"] else {})
+    sizes = [[kept, hidden]] if kept == vocab else [[kept, hidden], [vocab, hidden]]
+    return found | {
+        f"lm_heads.{number}.weight": sizes for number in range(1 if heads["one_output_matrix"] else heads["num_heads"])
+    }
+
+
 def num_parameters(heads: Mapping[str, Any]) -> int:
-    """Of heads with these sizes."""
-    hidden, bias = heads["hidden_size"], heads["hidden_size"] if heads["bias"] else 0
-    matrices = 1 if heads["one_output_matrix"] else heads["num_heads"]
-    blocks = heads["num_heads"] * heads["num_layers"] * (hidden * hidden + bias)
-    return int(blocks + matrices * heads["kept_vocab_size"] * hidden)
+    """Of heads with these sizes, as they are held."""
+    return sum(math.prod(sizes[0]) for name, sizes in tensors_of(heads).items() if name != "token_map")
 
 
-def _has_config(folder: Path) -> bool:
-    return (folder / "config.json").is_file()
+def plan(own: SpeculativeConfig) -> tuple[str, int, str]:
+    """Their row in the plan of the memory: name, numbers, how they are made up."""
+    heads = own.draft_heads or {}
+    return "medusa_heads", num_parameters(heads), f"{heads['num_heads']} heads"
