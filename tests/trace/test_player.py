@@ -29,7 +29,7 @@ READ_STATE = """([engine, positions]) => positions.map(position => {
   slider.value = position;
   slider.dispatchEvent(new Event("input"));
   const ids = selector => [...run.querySelectorAll(selector + " > li[data-request]")].map(li => li.dataset.id);
-  const cells = [...run.querySelectorAll(".block")];
+  const map = player.panels[0].engines[engine].blocks, places = [...map.looks.keys()];
   return {
     event: all.querySelector(".event-name").textContent,
     listed: all.querySelector(".list [aria-current] .name").textContent,
@@ -38,8 +38,8 @@ READ_STATE = """([engine, positions]) => positions.map(position => {
     waiting: ids(".waiting ol"),
     lacks: [...run.querySelectorAll(".waiting ol > li[data-request]")].map(li => Number(li.textContent.match(/lacks (\\d+)$/)[1])),
     tokens: [...run.querySelectorAll(".rows li[data-request]")].map(li => ["computed", "chunk", "drafts", "total"].map(kind => Number(li.dataset[kind]))),
-    holders: Object.fromEntries(cells.filter(cell => cell.dataset.holders).map(cell => [cell.dataset.block, cell.dataset.holders])),
-    cached: cells.filter(cell => cell.classList.contains("b-cached")).map(cell => Number(cell.dataset.block)),
+    holders: Object.fromEntries(places.map(id => [id, map.holders(id).join(" ")]).filter(([, names]) => names)),
+    cached: places.filter(id => map.isCached(id)),
     free: Number(run.querySelector(".blocks").dataset.free),
     used: Number(run.querySelector(".budget").dataset.used),
     messages: [...all.querySelectorAll(".zmq .pill:not(.arrives)")].map(pill => Number(pill.dataset.sent)),
@@ -145,6 +145,31 @@ def test_what_it_shows_is_what_the_recording_says(opened: Any, name: str) -> Non
                 assert shown["running"] == shown["waiting"] == [] and not shown["holders"], "the dead have nothing"
             else:
                 check_state(shown, events[: place + 1], labels, received, name == "bug_starvation", engine)
+
+
+def test_what_is_drawn_in_parts_is_what_is_drawn_as_a_whole(opened: Any) -> None:
+    """The block map and the rows draw only what changed: after jumps in any direction the picture is that of a page drawn at once."""
+    events = read_run(RECORDED / "preemption").events
+    chance = random.Random(5)
+    order = [chance.randrange(len(events)) for _ in range(12)] + [600, 601, 602, 601]
+    player = opened(RECORDED / "preemption")
+    picture = """() => player.panels[0].engines.map(({blocks}) => blocks.surface.canvas.toDataURL()).concat(
+      player.panels[0].timeline.surface.canvas.toDataURL(), document.querySelector(".run").outerHTML.replace(/ style="[^"]*"/g, ""))"""
+    player.page.evaluate(
+        "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
+    )  # it is as wide as it will be
+    for place in order:
+        player.read(place)
+        in_parts = player.page.evaluate(picture)
+        player.page.evaluate("player.panels[0].engines.forEach(({blocks}) => blocks.surface.resize(true))")
+        assert player.page.evaluate(picture) == in_parts, place
+    held = int(next(iter(player.read(600)[0]["holders"])))
+    middles = """ids => { const map = player.panels[0].engines[0].blocks, { canvas, context } = map.surface;
+      const { data } = context.getImageData(0, 0, canvas.width, canvas.height);
+      const at = id => ((Math.floor(id / map.columns) * 31 + 12) * canvas.width + (id % map.columns) * (map.wide + 3) + 8) * 4;
+      return ids.map(id => [...data.slice(at(id), at(id) + 3)]); }"""
+    held_colour, padding = player.page.evaluate(middles, [held, 0])
+    assert held_colour != padding, "a block that is held has the colour of who holds it"
 
 
 def test_every_lane_and_what_crosses_between_them(opened: Any) -> None:

@@ -17,7 +17,7 @@ from stagetrace.figures.style import css_colours
 from stagetrace.player.data import page_data
 from stagetrace.read.reader import Recording, Run
 
-SCRIPTS = ("replay.js", "panels.js", "details.js", "controls.js")
+SCRIPTS = ("replay.js", "canvas.js", "timeline.js", "panels.js", "details.js", "controls.js")
 
 
 def page(recording: str | Path | Recording | Run, compare: str | Path | Recording | Run | None = None) -> str:

@@ -1,4 +1,4 @@
-// Part 4 of 4: time, keys and mouse. A position is a place on the common time line of all runs of the page; with one run it is the
+// Part 6 of 6: time, keys and mouse. A position is a place on the common time line of all runs of the page; with one run it is the
 // place of an event, with two their steps are laid side by side.
 
 const SPEEDS = [
