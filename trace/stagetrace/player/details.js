@@ -1,5 +1,6 @@
-// Part 5 of 6: the lower half of a run's picture: the events around the current one, and what is known about it.
+// Part 5 of 7: the lower half of a run's picture: the events around the current one, and what is known about it.
 
+const WALK = "notebooks/pictures/walk.html";
 const EVENTS_BEFORE = 7, EVENTS_AFTER = 12; // rows of the event list around the current one
 
 /** The events around the current one, and what is known about the current one. */
@@ -62,10 +63,10 @@ class EventList {
 
   #facts(event) {
     const { recording } = this;
-    const { vllm, stage } = recording.meanings.get(event.name);
+    const { vllm } = recording.meanings.get(event.name);
     const facts = [
       ["in vLLM", vllm],
-      ["here", [stage, event.source].filter(Boolean).join(" · ")],
+      ...this.#places(event),
       ["process", `${recording.processes[event.process].name}, ${timeText(event.us)} after the start`],
     ];
     if (event.req >= 0) {
@@ -74,6 +75,16 @@ class EventList {
     }
     const texts = Object.entries(event.args).map(([name, value]) => [name, typeof value === "string" ? value : JSON.stringify(value)]);
     return [...facts, ...texts];
+  }
+
+  /** The line that emitted the event, and its function in the walk through the code: links where the files are, else to be copied. */
+  #places({ name, source }) {
+    const { root, places, meanings } = this.recording;
+    const [folder, called, walked] = places.get(name) ?? [meanings.get(name).stage, "", ""];
+    const path = [folder, source].filter(Boolean).join("/"), walk = `${WALK}#fn=${encodeURIComponent(called)}`;
+    const link = (to, text) => (root ? make("a", { href: `${root}/${to}`, target: "_blank", rel: "noopener" }, text) : make("code", {}, text));
+    const here = places.has(name) ? link(path.replace(/:\d+$/, ""), path) : path;
+    return [["here", here], ...(walked ? [["in the walk", link(walk, root ? called : walk)]] : [])];
   }
 
   #link(at) {

@@ -1,4 +1,4 @@
-// Part 4 of 6: from a state to a picture. A Panels object owns one <section class="run"> and draws any moment of its recording.
+// Part 4 of 7: from a state to a picture. A Panels object owns one <section class="run"> and draws any moment of its recording.
 
 const MAX_MESSAGES = 4; // pills on a wire; more are counted
 const PIECES = ["computed", "chunk", "drafts", "missing"]; // of a running request's tokens
@@ -53,9 +53,7 @@ class Panels {
       const engine = engines[place] ?? 0;
       const { name, pid } = processes[engine];
       const again = engines.filter((one) => processes[one].name === name).length > 1 ? ` (${pid})` : "";
-      section.querySelector(".whose").hidden = engines.length < 2;
-      section.querySelector(".whose").textContent = name + again;
-      return new EnginePanel(this, section, engine);
+      return new EnginePanel(this, section, engine, name + again);
     });
   }
 
@@ -159,7 +157,7 @@ class Panels {
   }
 
   deathOf({ dead, deadAt }) {
-    return `× dead, seen ${timeText(this.recording.events[deadAt].us)} after the start: ${dead}`;
+    return `× dead: ${dead} Seen ${timeText(this.recording.events[deadAt].us)} after the start.`;
   }
 
   /** A span that a worker is in, in words. */
@@ -231,9 +229,9 @@ class Panels {
 
 /** One engine's scheduler and KV cache: a <div class="core"> of a run. */
 class EnginePanel {
-  /** `process`: the engine's. */
-  constructor(panels, root, process) {
-    Object.assign(this, { panels, root, process });
+  /** `process`: the engine's; `name`: what it is called where there are several. */
+  constructor(panels, root, process, name) {
+    Object.assign(this, { panels, root, process, name });
     this.blocks = new BlockMap(panels.recording, this.find(".blocks"), process);
     this.waiting = new Items(this.find(".waiting .chips"));
     this.ended = new Items(this.find(".done"));
@@ -248,9 +246,14 @@ class EnginePanel {
   draw(state, event) {
     const engine = state.engines[this.process];
     this.root.hidden = this.panels.engines.length > 1 && state.lastOf[this.process] === undefined; // it is started later
+    this.root.classList.toggle("dead", Boolean(engine.dead));
+    const whose = this.find(".whose");
+    whose.hidden = this.panels.engines.length < 2 && !engine.dead;
+    setText(whose, engine.dead ? `${this.name} ${this.panels.deathOf(engine)}` : this.name);
     this.#drawWaiting(state, engine);
     this.#drawEnded(state);
     this.#drawRunning(state, engine);
+    if (engine.running.includes(event.req)) requestAnimationFrame(() => this.#scrollTo(event.req));
     this.#drawCache(engine, event);
   }
 
@@ -315,7 +318,7 @@ class EnginePanel {
     const tokens = (req) => state.requests[req].chunk + state.requests[req].drafts;
     const given = engine.running.filter((req) => tokens(req) > 0);
     const used = given.reduce((sum, req) => sum + tokens(req), 0);
-    const text = engine.budget ? `Token budget: ${used} of ${engine.budget} given out in this step` : "The scheduler does not exist yet.";
+    const text = engine.budget ? `Token budget: ${used} of ${engine.budget} given out in this step` : engine.dead ? "The scheduler is gone." : "The scheduler does not exist yet.";
     const bar = this.find(".budget");
     Object.assign(bar.dataset, { used, budget: engine.budget });
     bar.setAttribute("aria-label", text);
@@ -335,6 +338,14 @@ class EnginePanel {
     const row = this.panels.chip(req, what, tokens, words, holds);
     row.parts = { pieces, what, tokens, words, holds };
     return row;
+  }
+
+  /** A row that is not seen is brought to the middle. */
+  #scrollTo(req) {
+    const row = this.rows.known.get(req)?.element, list = this.rows.parent;
+    if (!row || list.scrollHeight <= list.clientHeight) return;
+    const above = row.offsetTop - list.scrollTop;
+    if (above < 0 || above + row.offsetHeight > list.clientHeight) list.scrollTop = row.offsetTop - list.clientHeight / 2;
   }
 
   /** A step changes every row a little: they are changed where they stand. */

@@ -1,5 +1,5 @@
 "use strict";
-// Part 1 of 6: from events to a state. No picture here: a Recording knows its events, and what the system looked like after each.
+// Part 1 of 7: from events to a state. No picture here: a Recording knows its events, and what the system looked like after each.
 // What an event means is written beside each handler below; the words are those of stagetrace.vocabulary.
 
 const PHASES = ["CLI entry", "serve", "API server", "AsyncLLM", "EngineCore", "request", "into the engine", "execution", "response"];
@@ -265,6 +265,9 @@ function apply(state, event, recording) {
 class Recording {
   constructor(data) {
     this.title = data.title;
+    this.start = data.start ?? ""; // where to open, as a link says it
+    this.root = data.root ?? ""; // the project's folder, if the page is on the same machine
+    this.places = new Map(Object.entries(data.places)); // name of an event -> [folder, function, "walk" if the walk stops there]
     this.processes = data.processes.map(([pid, name]) =>
       ({ pid, name, isEngine: name.startsWith("EngineCore"), isWorker: name.startsWith("Worker_"), hasScheduler: false }));
     this.meanings = new Map(data.names.map(([name, phase, stage, meaning, vllm]) => [name, { phase, stage, meaning, vllm }]));

@@ -1,4 +1,4 @@
-// Part 3 of 6: the requests over time, with an axis that can be zoomed.
+// Part 3 of 7: the requests over time, with an axis that can be zoomed.
 
 const ROW = 15, AXIS = 18, NAMES = 64; // pixels: a request's row, the axis above them, the names before them
 const SHORTEST = 20; // microseconds that the whole width shows at least
@@ -37,10 +37,10 @@ class RequestTimeline {
     const on = (name, act) => this.section.querySelector(name).addEventListener("click", act);
     on(".zoom-in", () => this.zoom(0.5));
     on(".zoom-out", () => this.zoom(2));
-    on(".zoom-all", () => this.show(this.folded, this.end));
+    on(".zoom-all", () => this.showAll());
     this.startUp = this.section.querySelector(".start-up");
     this.startUp.hidden = this.folded === 0;
-    this.startUp.textContent = `+ start-up, ${timeText(this.folded)}`;
+    this.startUp.textContent = `+ start-up, ${(this.folded / 1e6).toFixed(1)} s`;
     on(".start-up", () => this.show(0, this.end));
   }
 
@@ -66,6 +66,10 @@ class RequestTimeline {
     const [from, to] = this.view;
     const centre = about >= from && about <= to ? about : (from + to) / 2;
     this.show(centre - (centre - from) * by, centre + (to - centre) * by);
+  }
+
+  showAll() {
+    this.show(this.folded, this.end);
   }
 
   show(from, to) {
