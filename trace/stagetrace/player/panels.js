@@ -354,13 +354,16 @@ class EnginePanel {
     const look = `${r.status} ${Object.values(counts)} ${r.blocks.length} ${r.blocks.at(-1)} ${r.cachedTokens} ${r.preemptions} ${longest}`;
     if (row.look === look) return;
     row.look = look;
-    Object.assign(row.dataset, counts);
+    for (const [name, value] of Object.entries(counts)) setAttribute(row, `data-${name}`, String(value));
     const { pieces, what, tokens, words, holds } = row.parts;
     const now = (r.chunk ? ` + ${r.chunk} now` : "") + (r.drafts ? ` + ${counted(r.drafts, "draft")}` : "");
     const text = `${r.computed} computed${now} of ${r.total}`;
     pieces.forEach((piece, k) => {
-      piece.hidden = counts[PIECES[k]] === 0;
-      piece.style.width = `${(100 * counts[PIECES[k]]) / longest}%`;
+      const width = (100 * counts[PIECES[k]]) / longest;
+      if (piece.width === width) return;
+      piece.width = width;
+      piece.hidden = width === 0;
+      piece.style.width = `${width}%`;
     });
     setAttribute(tokens, "aria-label", `${text} tokens`);
     setText(what, r.status);
