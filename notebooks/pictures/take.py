@@ -70,6 +70,7 @@ def take_player(browser: Any) -> None:
         subprocess.run([sys.executable, *command], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         page = browser.new_page(viewport=SIZE)
         page.goto(player.as_uri())
+        page.wait_for_function("player !== null")  # it unpacks its recording first
         for _ in range(12):
             page.keyboard.press("Shift+ArrowRight")  # a step of the engine each
         page.screenshot(path=FOLDER / "player.png")

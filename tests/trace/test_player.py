@@ -9,15 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from invented_run import InventedRun
 from naive_replay import on_the_way, state_after
 from patience import PATIENCE
 
 from stagetrace import Event, Recording, Run, read_run
+from stagetrace.__main__ import main
 from stagetrace.check.difference import StepFacts, compare
 from stagetrace.errors import TraceError
 from stagetrace.figures.style import KINDS, request_look
 from stagetrace.player import data, page, show
+from stagetrace.player.build import lean
 from stagetrace.player.data import page_data, short_names
+from stagetrace.player.places import WALK
 
 pytest_plugins = ["browser"]  # the fixture of tests/browser.py
 
@@ -29,7 +33,7 @@ READ_STATE = """([engine, positions]) => positions.map(position => {
   slider.value = position;
   slider.dispatchEvent(new Event("input"));
   const ids = selector => [...run.querySelectorAll(selector + " > li[data-request]")].map(li => li.dataset.id);
-  const cells = [...run.querySelectorAll(".block")];
+  const map = player.panels[0].engines[engine].blocks, places = [...map.looks.keys()];
   return {
     event: all.querySelector(".event-name").textContent,
     listed: all.querySelector(".list [aria-current] .name").textContent,
@@ -38,8 +42,8 @@ READ_STATE = """([engine, positions]) => positions.map(position => {
     waiting: ids(".waiting ol"),
     lacks: [...run.querySelectorAll(".waiting ol > li[data-request]")].map(li => Number(li.textContent.match(/lacks (\\d+)$/)[1])),
     tokens: [...run.querySelectorAll(".rows li[data-request]")].map(li => ["computed", "chunk", "drafts", "total"].map(kind => Number(li.dataset[kind]))),
-    holders: Object.fromEntries(cells.filter(cell => cell.dataset.holders).map(cell => [cell.dataset.block, cell.dataset.holders])),
-    cached: cells.filter(cell => cell.classList.contains("b-cached")).map(cell => Number(cell.dataset.block)),
+    holders: Object.fromEntries(places.map(id => [id, map.holders(id).join(" ")]).filter(([, names]) => names)),
+    cached: places.filter(id => map.isCached(id)),
     free: Number(run.querySelector(".blocks").dataset.free),
     used: Number(run.querySelector(".budget").dataset.used),
     messages: [...all.querySelectorAll(".zmq .pill:not(.arrives)")].map(pill => Number(pill.dataset.sent)),
@@ -51,7 +55,7 @@ READ_STATE = """([engine, positions]) => positions.map(position => {
 class Opened:
     """A page in the browser, and all that went wrong on it."""
 
-    def __init__(self, browser: Any, path: Path, text: str, **context: Any) -> None:
+    def __init__(self, browser: Any, path: Path, text: str, link: str = "", **context: Any) -> None:
         self.context = browser.new_context(viewport={"width": 1400, "height": 1000}, **context)
         self.context.set_default_timeout(1000 * PATIENCE)
         self.page = self.context.new_page()
@@ -62,7 +66,10 @@ class Opened:
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         file = path / "player.html"
         file.write_text(text, encoding="utf-8")
-        self.page.goto(file.as_uri())
+        self.page.goto(file.as_uri() + link)
+        self.page.wait_for_function(
+            "typeof player === 'undefined' || player !== null"
+        )  # another page may hold it in a frame
 
     def read(self, *positions: int, engine: int = 0) -> list[dict[str, Any]]:
         """What the page shows at these positions of the slider, of one engine in the order of their names."""
@@ -87,8 +94,8 @@ def opened(browser: Any, tmp_path: Path) -> Iterator[Any]:
     """A function that opens a page; whatever it opened must have been silent and alone."""
     pages: list[Opened] = []
 
-    def open_page(*recordings: Any, **context: Any) -> Opened:
-        pages.append(Opened(browser, tmp_path, page(*recordings), **context))
+    def open_page(*recordings: Any, link: str = "", **context: Any) -> Opened:
+        pages.append(Opened(browser, tmp_path, page(*recordings), link, **context))
         return pages[-1]
 
     yield open_page
@@ -147,6 +154,31 @@ def test_what_it_shows_is_what_the_recording_says(opened: Any, name: str) -> Non
                 check_state(shown, events[: place + 1], labels, received, name == "bug_starvation", engine)
 
 
+def test_what_is_drawn_in_parts_is_what_is_drawn_as_a_whole(opened: Any) -> None:
+    """The block map and the rows draw only what changed: after jumps in any direction the picture is that of a page drawn at once."""
+    events = read_run(RECORDED / "preemption").events
+    chance = random.Random(5)
+    order = [chance.randrange(len(events)) for _ in range(12)] + [600, 601, 602, 601]
+    player = opened(RECORDED / "preemption")
+    picture = """() => player.panels[0].engines.map(({blocks}) => blocks.surface.canvas.toDataURL()).concat(
+      player.panels[0].timeline.surface.canvas.toDataURL(), document.querySelector(".run").outerHTML.replace(/ style="[^"]*"/g, ""))"""
+    player.page.evaluate(
+        "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
+    )  # it is as wide as it will be
+    for place in order:
+        player.read(place)
+        in_parts = player.page.evaluate(picture)
+        player.page.evaluate("player.panels[0].engines.forEach(({blocks}) => blocks.surface.resize(true))")
+        assert player.page.evaluate(picture) == in_parts, place
+    held = int(next(iter(player.read(600)[0]["holders"])))
+    middles = """ids => { const map = player.panels[0].engines[0].blocks, { canvas, context } = map.surface;
+      const { data } = context.getImageData(0, 0, canvas.width, canvas.height);
+      const at = id => ((Math.floor(id / map.columns) * 31 + 12) * canvas.width + (id % map.columns) * (map.wide + 3) + 8) * 4;
+      return ids.map(id => [...data.slice(at(id), at(id) + 3)]); }"""
+    held_colour, padding = player.page.evaluate(middles, [held, 0])
+    assert held_colour != padding, "a block that is held has the colour of who holds it"
+
+
 def test_every_lane_and_what_crosses_between_them(opened: Any) -> None:
     """Two workers: each is a lane that says which collective it is in, and the wire to them shows a step on its way."""
     events = read_run(RECORDED / "tp2").events
@@ -188,11 +220,126 @@ def test_two_engines_are_two_schedulers(opened: Any) -> None:
     assert player.press("Shift+ArrowRight", "Shift+ArrowRight") == steps[1], "a step of either engine"
 
 
+def test_it_opens_where_something_happens_and_its_address_leads_back(opened: Any) -> None:
+    events = read_run(RECORDED / "mixed").events
+    first = next(i for i, e in enumerate(events) if e.name == "sched.scheduled")
+    player = opened(RECORDED / "mixed")
+    assert player.at() == first and player.page.locator(".start-up").is_visible()
+    player.press("ArrowRight", "ArrowRight")
+    player.page.wait_for_url(f"**#e={first + 3}")
+    player.page.reload()
+    player.page.wait_for_function("player !== null")
+    assert player.at() == first + 2
+    decided = next(i for i, e in enumerate(events) if e.name == "sched.output" and e.step == 7)
+    assert opened(RECORDED / "mixed", link="#step=7").at() == decided
+    third = opened(RECORDED / "mixed", link="#req=r3")
+    scheduled = next(i for i, e in enumerate(events) if e.name == "sched.scheduled" and "-r3-" in e.req)
+    assert third.at() == scheduled and third.page.locator("#filter").input_value() == "r3"
+    third.page.wait_for_url(f"**#e={scheduled + 1}&req=r3")
+    third.page.evaluate("location.hash = '#e=100'")
+    third.page.wait_for_function("document.querySelector('.run').dataset.at === '99'")
+    for nonsense in ("#e=0", "#e=x&step=-1", "#req=nobody", "#%"):
+        assert opened(RECORDED / "mixed", link=nonsense).at() == first
+    assert opened(RECORDED / "mixed", link="#e=999999999").at() == len(events) - 1
+
+
+def test_the_tour_stops_in_each_phase(opened: Any) -> None:
+    events = read_run(RECORDED / "one_request").events
+    player = opened(RECORDED / "one_request")
+    for phase in range(1, 10):
+        assert events[player.press("t")].phase == phase
+        assert player.text("#tour-stop").startswith(str(phase)) and f"stop {phase} of 9" in player.text("#tour-count")
+        assert len(player.text("#tour-words")) > 40
+    player.page.locator("#tour-back").click()
+    assert player.text("#tour-stop").startswith("8") and events[player.at()].name == "sched.scheduled"
+    player.press("t", "t")
+    assert not player.page.locator("#tour").is_visible()
+    player.press("t", "Escape")
+    assert (
+        not player.page.locator("#tour").is_visible() and player.press("ArrowRight") == player.press("ArrowRight") - 1
+    )
+
+
+def test_a_dead_engine_is_seen_dead(opened: Any) -> None:
+    """Also one of several: its lane and its panels, and when its death was seen; the others live."""
+    for name, told, count in (("engine_death", "engine.dead", 1), ("dp2_death", "dp.engine_lost", 3)):
+        events = read_run(RECORDED / name).events
+        at = next(i for i, e in enumerate(events) if e.name == told)
+        player = opened(RECORDED / name)
+        player.read(at - 1)
+        assert player.page.locator(".dead").count() == 0
+        player.read(at)
+        assert player.page.locator(".lane.dead").count() == player.page.locator(".core.dead").count() == 1
+        assert player.page.locator(".core").count() == count
+        seen = player.page.evaluate("at => timeText(player.recordings[0].events[at].us)", at)
+        assert f"Seen {seen} after the start" in player.text(".core.dead .whose")
+        assert f"Seen {seen} after the start" in player.text(".lane.dead .inside")
+        assert player.page.evaluate(CONTRAST) == []
+        player.read(at - 1)
+        assert player.page.locator(".dead").count() == 0
+
+
+def test_the_axis_is_time_and_zooms(opened: Any) -> None:
+    player = opened(RECORDED / "mixed")
+    view = "player.panels[0].timeline.view"
+    first, end = player.page.evaluate(view)
+    us = player.page.evaluate("player.recordings[0].events.map(({us}) => us)")
+    assert first == max(us[: player.at() + 1]) and end == max(us)
+    middle = player.read(700)[0] and player.page.evaluate("player.panels[0].timeline.clock[700]")
+    player.page.keyboard.press("w")
+    left, right = player.page.evaluate(view)
+    assert left <= middle <= right and right - left == pytest.approx((end - first) / 2)
+    player.press("s", "0")
+    assert player.page.evaluate(view) == [first, end]
+    player.press("Home")
+    assert player.page.evaluate(view)[0] <= us[0], "what is shown goes where the reader goes"
+    box = player.page.locator(".tracks").bounding_box()
+    player.page.locator(".tracks").click(position={"x": 64 + (box["width"] - 64) / 2, "y": 30})
+    left, right = player.page.evaluate(view)
+    clock = player.page.evaluate("[...player.panels[0].timeline.clock]")
+    assert player.at() == max(
+        i for i, us in enumerate(clock) if us <= (left + right) / 2 + (right - left) / box["width"]
+    )
+
+
+def test_rows_that_run_are_brought_into_view(opened: Any) -> None:
+    run, rng = InventedRun(random.Random(2), num_blocks=400, budget=400), range(40)
+    run.created()
+    for _ in rng:
+        run.arrive(5)
+    for _ in range(4):
+        run.step()
+    player = opened(Run(run.events, run_ids={"many"}))
+    for place in [i for i, e in enumerate(run.events) if e.name == "sched.scheduled"][-12:]:
+        player.read(place)
+        seen = """id => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => {
+          const row = document.querySelector(`.rows [data-id="${id}"]`), list = document.querySelector(".rows");
+          done(row.offsetTop >= list.scrollTop - 1 && row.offsetTop + row.offsetHeight <= list.scrollTop + list.clientHeight + 1); })))"""
+        assert player.page.evaluate(seen, run.events[place].req), place
+    assert player.page.evaluate("document.querySelector('.rows').scrollTop") > 0
+
+
+def test_an_event_leads_to_its_line(opened: Any) -> None:
+    """A page that stays here links to file and walk; one to be sent names them, and says nothing about this machine."""
+    events = read_run(RECORDED / "mixed").events
+    queued = next(i for i, e in enumerate(events) if e.name == "sched.queued")
+    player = opened(RECORDED / "mixed", link=f"#e={queued + 1}")
+    assert f"stage03_engine/core/{events[queued].src}" in player.text(".event .facts")
+    assert player.page.locator(".facts a").count() == 0
+    assert f"{WALK}#fn=Scheduler.add_request" in player.page.locator(".facts code").all_text_contents()
+    root = Path(__file__).parents[2]
+    for name, (folder, function, *walked) in page_data(RECORDED / "mixed")["places"].items():
+        file = next(e.src.partition(":")[0] for e in events if e.name == name)
+        source = (root / folder / file).read_text(encoding="utf-8")
+        assert f'"{name}"' in source and (not function or f"def {function.rpartition('.')[2]}(" in source)
+        assert not walked or f'"{function}"' in (root / WALK).read_text(encoding="utf-8")
+
+
 def test_keys_step_through_the_recording(opened: Any) -> None:
     run = read_run(RECORDED / "mixed")
     player = opened(RECORDED / "mixed")
     decided = [i for i, e in enumerate(run.events) if e.name == "sched.output"]
-    assert player.press("ArrowRight", "ArrowRight", "ArrowRight", "ArrowLeft") == 2
+    assert player.press("Home", "ArrowRight", "ArrowRight", "ArrowRight", "ArrowLeft") == 2
     assert player.press("Shift+ArrowRight") == decided[0]
     assert player.press("Shift+ArrowRight", "Shift+ArrowRight") == decided[2]
     assert player.press("Shift+ArrowLeft") == decided[1]
@@ -209,7 +356,7 @@ def test_play_moves_and_stops(opened: Any) -> None:
     player.page.locator("#speed").select_option(label="40 events/s")
     player.page.keyboard.press("Escape")
     player.page.locator("#runs").focus()
-    player.press(" ")
+    player.press("Home", " ")
     expect(player.page.locator(".run")).to_have_attribute("data-at", re.compile(r"[1-9]\d"))
     assert "pause" in player.text("#play")
     stopped = player.press(" ")
@@ -238,6 +385,7 @@ def test_a_search_finds_events_by_name(opened: Any) -> None:
 def test_one_request_alone(opened: Any) -> None:
     events = read_run(RECORDED / "mixed").events
     player = opened(RECORDED / "mixed")
+    player.press("Home")
     player.page.locator("#filter").select_option(label="only r3")
     own = [i for i, e in enumerate(events) if e.req and "-r3-" in e.req]
     assert player.at() == own[0]
@@ -250,7 +398,9 @@ def test_one_request_alone(opened: Any) -> None:
     )
     player.page.locator("#go-step").fill("12")
     player.press("Enter")
-    assert player.at() == next(i for i, e in enumerate(events) if e.name == "sched.output" and e.step == 12)
+    twelfth = next(i for i, e in enumerate(events) if e.name == "sched.output" and e.step == 12)
+    assert player.at() == twelfth
+    assert player.press("ArrowRight") == next(i for i in own if i > twelfth), "the keys work at once after `go`"
     assert player.page.locator(".rows .dim").count() > 0  # the others are still there
 
 
@@ -358,7 +508,7 @@ def test_it_fits_and_can_be_read(opened: Any, scheme: str, width: int) -> None:
 def test_everything_can_be_reached_and_has_a_name(opened: Any) -> None:
     player = opened(RECORDED / "mixed")
     names = set()
-    for _ in range(30):
+    for _ in range(40):
         player.page.keyboard.press("Tab")
         names.add(
             player.page.evaluate(
@@ -434,7 +584,9 @@ def test_in_a_notebook(browser: Any, tmp_path: Path) -> None:
     frame = player.page.frame_locator("iframe")
     frame.locator("#event-on").click()
     frame.locator("body").press("ArrowRight")
-    assert frame.locator(".run").get_attribute("data-at") == "2"
+    events = read_run(RECORDED / "one_request").events
+    first = next(i for i, e in enumerate(events) if e.name == "sched.scheduled")
+    assert frame.locator(".run").get_attribute("data-at") == str(first + 2)
     assert player.errors == [] and all(url.startswith(("file:", "about:", "data:")) for url in player.requests)
     player.context.close()
 
@@ -457,8 +609,16 @@ def test_the_page_holds_each_event_once() -> None:
         assert event.req is None or table["requests"][req][0] == event.req
         assert event.cause is None or run.events[cause].ref == event.cause
         assert us == (event.ts - min(e.ts for e in run.events)) // 1000
-    assert page(run).replace("run " + next(iter(run.run_ids)), "mixed") == page(RECORDED / "mixed")
+    assert page_data(run) | {"title": "mixed"} == page_data(RECORDED / "mixed")
     assert page(Recording(RECORDED / "mixed")) == page(str(RECORDED / "mixed"))
+
+
+def test_scripts_travel_without_their_comments() -> None:
+    assert (
+        lean("/** What\n * it does. */\nconst a = 1;\n\n  // why\n  b(a); // kept\n/* one line */\nc();\n")
+        == "const a = 1;\nb(a); // kept\nc();\n"
+    )
+    assert "Part 1 of" not in page(RECORDED / "one_request")
 
 
 def test_requests_have_short_names() -> None:
@@ -478,3 +638,44 @@ def test_what_cannot_be_played(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.setattr(data, "MAX_EVENTS", 100)
     with pytest.raises(TraceError, match="more than 100 events.*Perfetto"):
         page(RECORDED / "mixed")
+
+
+# The command
+
+
+def test_play_writes_a_page_and_opens_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], opened: Any
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr("webbrowser.open", lambda link: seen.append(link) or True)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    run = str(RECORDED / "mixed")
+    assert main(["play", run]) == 0
+    (link,) = capsys.readouterr().out.split()
+    assert seen == [link] and Path(link.removeprefix("file://")).name == "mixed.html"
+    out = tmp_path / "mine.html"
+    assert main(["play", run, "--req", "r3", "--out", str(out), "--no-open"]) == 0
+    assert seen == [link] and capsys.readouterr().out == out.as_uri() + "\n"
+    text = out.read_text(encoding="utf-8")
+    assert page(RECORDED / "mixed", start="req=r3", root=Path(__file__).parents[2]) == text
+    player = opened(RECORDED / "mixed")
+    player.page.goto(out.as_uri())
+    player.page.wait_for_function("player !== null")
+    assert player.page.locator("#filter").input_value() == "r3"
+    link = player.page.locator(".facts a").first.get_attribute("href")
+    assert Path(link.removeprefix("file://")).is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--step", "99999"], "--step 99999: no such step in this recording; its steps are 1 to "),
+        (["--req", "nobody"], "--req nobody: no such request in this recording; it has r0, r1"),
+        (["--out", "no/such/run.html"], "does not exist; create it first"),
+        (["--out", "."], "is a folder; name a file in it"),
+    ],
+)
+def test_play_refuses_in_a_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["play", str(RECORDED / "mixed"), "--no-open", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1

@@ -18,6 +18,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "stagetrace.commands.show",
         "the requests; with --req the story of one, from the HTTP byte to the last chunk",
     ),
+    "play": ("stagetrace.commands.play", "play a recording in the browser, event by event"),
     "step": ("stagetrace.commands.step", "walk through a recording, forward and back"),
     "stats": (
         "stagetrace.commands.stats",

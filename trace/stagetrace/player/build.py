@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -17,20 +18,29 @@ from stagetrace.figures.style import css_colours
 from stagetrace.player.data import page_data
 from stagetrace.read.reader import Recording, Run
 
-SCRIPTS = ("replay.js", "panels.js", "details.js", "controls.js")
+SCRIPTS = ("replay.js", "canvas.js", "timeline.js", "panels.js", "details.js", "tour.js", "controls.js")
 
 
-def page(recording: str | Path | Recording | Run, compare: str | Path | Recording | Run | None = None) -> str:
+def page(
+    recording: str | Path | Recording | Run,
+    compare: str | Path | Recording | Run | None = None,
+    start: str = "",
+    root: Path | None = None,
+) -> str:
     """A whole HTML page that plays `recording`, beside `compare` if there is one, with their steps synchronised.
+
+    `start` is where it opens, as its links say it (`step=12`, `req=r3`, `e=124`); by default at the first step with a request.
+    `root` is the project's folder, for a page that stays on this machine: it links to the files in it, which others do not have.
 
     It opens from a file, in a notebook and in an iframe, and loads nothing: its Content-Security-Policy forbids
     every connection and every script but its own. Raises FileNotFoundError if there is no recording, TraceError if
     it is empty, damaged or too large.
     """
     data = [page_data(one) for one in (recording, compare) if one is not None]
-    script = "\n".join(_template(name) for name in SCRIPTS)
+    data[0] |= ({"start": start} if start else {}) | ({"root": root.as_uri()} if root is not None else {})
+    script = lean("\n".join(_template(name) for name in SCRIPTS))
     title = " and ".join(run["title"] for run in data)
-    return assemble(_template("player.html"), title, _colours() + _template("player.css"), script, data)
+    return assemble(_template("player.html"), title, _colours() + lean(_template("player.css")), script, pack(data))
 
 
 def assemble(template: str, title: str, style: str, script: str, data: Any) -> str:
@@ -58,6 +68,23 @@ def _colours() -> str:
 
 def _template(name: str) -> str:
     return files("stagetrace.player").joinpath(name).read_text(encoding="utf-8")
+
+
+def pack(data: Any) -> str:
+    """Data as JSON, deflated, in base64: a browser unpacks it without a library."""
+    return base64.b64encode(zlib.compress(msgspec.json.encode(data, enc_hook=str), 9)).decode()
+
+
+def lean(text: str) -> str:
+    """Our scripts or styles without indentation and lines of comment: who reads them reads the files, and a notebook holds the page
+    once for each of its players. A comment begins and ends a line, and no text of several lines depends on how it is indented."""
+    lines, inside = [], False
+    for line in map(str.strip, text.splitlines()):
+        inside |= line.startswith("/*")
+        if line and not inside and not line.startswith("//"):
+            lines.append(line)
+        inside &= "*/" not in line
+    return "\n".join(lines) + "\n"
 
 
 def csp_hash(text: str) -> str:

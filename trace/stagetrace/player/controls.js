@@ -1,10 +1,11 @@
-// Part 4 of 4: time, keys and mouse. A position is a place on the common time line of all runs of the page; with one run it is the
+// Part 7 of 7: time, keys and mouse. A position is a place on the common time line of all runs of the page; with one run it is the
 // place of an event, with two their steps are laid side by side.
 
 const SPEEDS = [
-  ["1 event/s", 1, "event"], ["4 events/s", 4, "event"], ["12 events/s", 12, "event"], ["40 events/s", 40, "event"],
   ["1 step/s", 1, "step"], ["4 steps/s", 4, "step"], ["15 steps/s", 15, "step"],
+  ["1 event/s", 1, "event"], ["4 events/s", 4, "event"], ["12 events/s", 12, "event"], ["40 events/s", 40, "event"],
 ];
+const SETTLED = 250; // milliseconds without a move after which the page's address names the place: browsers allow few changes of it
 
 /**
  * The common time line: {places, marks}. `places[run][position]` is the event of that run. A step begins for all runs at the same
@@ -63,7 +64,42 @@ class Player {
     this.firstDifferent = recordings.length > 1 ? this.marks.find((mark) => stepDifference(recordings, mark.step)) : undefined;
     this.#setUpControls();
     this.#showDifference();
-    this.draw();
+    this.tour = new Tour(recordings[0], (at) => this.goTo(this.positionOf(0, at)), () => this.#toTheKeys());
+    this.follow(location.hash.slice(1) || recordings[0].start);
+    addEventListener("hashchange", () => this.follow(location.hash.slice(1)));
+  }
+
+  // Links: `e=124` is an event, as the page counts them, `step=12` a step's decision, `req=r3` one request alone
+
+  /** Go where a link says; without one, to the first step that has a request, not to the long start before it. */
+  follow(link) {
+    const asked = new URLSearchParams(link);
+    const req = asked.get("req"), step = Number(asked.get("step")), event = Number(asked.get("e"));
+    const [{ requests, events, firstScheduled }] = this.recordings;
+    const one = req === null ? undefined : requests.find(({ id, label }) => id === req || label === req);
+    if (one) {
+      this.filterBox.value = one.label;
+      this.#filter(one.label);
+    }
+    const own = one && events.findIndex(({ name, req: whose }) => name === "sched.scheduled" && requests[whose]?.id === one.id);
+    if (event >= 1) this.goTo(this.positionOf(0, Math.min(Math.round(event), events.length) - 1));
+    else if (step >= 1) this.goToStep(step);
+    else if (own >= 0) this.goTo(this.positionOf(0, own));
+    else if (!one) this.goTo(this.positionOf(0, firstScheduled));
+  }
+
+  /** Once the reader stays somewhere, the page's address leads there. A page in another one may have none. */
+  #remember() {
+    clearTimeout(this.settling);
+    const link = `#e=${this.event(0).at + 1}${this.only ? `&req=${encodeURIComponent(this.only)}` : ""}`;
+    this.settling = setTimeout(() => {
+      try { history.replaceState(null, "", link); } catch { /* then there is no link */ }
+    }, SETTLED);
+  }
+
+  /** Where no control takes the keys for itself. */
+  #toTheKeys() {
+    document.getElementById("runs").focus({ preventScroll: true });
   }
 
   event(run, position = this.position) {
@@ -72,7 +108,7 @@ class Player {
 
   /** The first position at which a run stands at this event. */
   positionOf(run, at) {
-    return this.places[run].indexOf(at);
+    return this.recordings.length === 1 ? at : this.places[run].indexOf(at);
   }
 
   /** Does an event that is to be shown happen at this position, in any run? */
@@ -156,6 +192,7 @@ class Player {
     this.slider.setAttribute("aria-valuetext", this.#inWords());
     this.#markStep();
     this.announce();
+    this.#remember();
   }
 
   #inWords() {
@@ -214,7 +251,7 @@ class Player {
     this.searchBox = document.getElementById("search-text");
     this.slider.max = this.length - 1;
     this.speed.append(...SPEEDS.map(([text], value) => make("option", { value }, text)));
-    this.speed.value = 1;
+    this.speed.value = 0;
     this.#fillChoices();
     on("slider", "input", () => this.goTo(Number(this.slider.value)));
     on("first", "click", () => this.goTo(0));
@@ -265,6 +302,7 @@ class Player {
     if (token) this.goToToken(Number(token));
     else if (step) this.goToStep(Number(step));
     submit.target.reset();
+    this.#toTheKeys();
   }
 
   #isFound(event, run) {
@@ -328,10 +366,24 @@ class Player {
       "/": () => this.searchBox.focus(),
       n: () => this.search(1),
       p: () => this.search(-1),
+      w: () => this.panels.forEach(({ timeline }) => timeline.zoom(0.5)),
+      s: () => this.panels.forEach(({ timeline }) => timeline.zoom(2)),
+      0: () => this.panels.forEach(({ timeline }) => timeline.showAll()),
+      t: () => this.tour.move(1),
+      Escape: () => this.tour.at >= 0 && this.tour.close(),
       d: () => this.firstDifferent && this.goTo(this.firstDifferent.decided),
       "?": () => this.#help(),
     };
   }
 }
 
-const player = new Player(JSON.parse(document.getElementById("recordings").textContent).map((data) => new Recording(data)));
+/** The recordings of the page: they lie in it compressed, which makes a long one a fifth as large. */
+async function unpack() {
+  const packed = atob(JSON.parse(document.getElementById("recordings").textContent));
+  const bytes = Uint8Array.from(packed, (one) => one.charCodeAt(0));
+  const unpacked = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+  return JSON.parse(await new Response(unpacked).text()).map((data) => new Recording(data));
+}
+
+let player = null;
+unpack().then((recordings) => { player = new Player(recordings); });

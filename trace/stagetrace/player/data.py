@@ -11,6 +11,7 @@ from typing import Any
 from stagetrace.errors import TraceError
 from stagetrace.event import Event
 from stagetrace.ids import root_of
+from stagetrace.player.places import is_on_the_walk, place_of
 from stagetrace.read.reader import Recording, Run
 from stagetrace.vocabulary import VOCABULARY
 
@@ -66,9 +67,21 @@ def page_data(recording: str | Path | Recording | Run) -> dict[str, Any]:
         "kinds": list(kinds.places),
         "names": [_meaning(name) for name in dict.fromkeys(kind[0] for kind in kinds.places)],
         "sources": list(sources.places),
+        "places": _places(kinds.places, sources.places, rows),
         "requests": short_names(requests.places),
         "events": rows,
     }
+
+
+def _places(kinds: Iterable[Any], sources: Iterable[str], rows: list[list[Any]]) -> dict[str, list[str]]:
+    """Name of an event -> [folder of its file, function, and "walk" if the walk through the code stops there], as far as they are known."""
+    names, files = [kind[0] for kind in kinds], [source.partition(":")[0] for source in sources]
+    places = {}
+    for name, file in dict.fromkeys((names[row[2]], files[row[3]]) for row in rows):
+        place = place_of(VOCABULARY[name].stage, file, name) if name in VOCABULARY else None
+        if place is not None:
+            places[name] = [*place, *(["walk"] if is_on_the_walk(place[1]) else [])]
+    return places
 
 
 def _open(recording: str | Path | Recording | Run) -> tuple[str, Iterable[Event]]:

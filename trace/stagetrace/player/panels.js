@@ -1,26 +1,8 @@
-// Part 2 of 4: from a state to a picture. A Panels object owns one <section class="run"> and draws any moment of its recording.
-// Everything that comes from a recording enters the page as text, never as HTML.
+// Part 4 of 7: from a state to a picture. A Panels object owns one <section class="run"> and draws any moment of its recording.
 
 const MAX_MESSAGES = 4; // pills on a wire; more are counted
+const PIECES = ["computed", "chunk", "drafts", "missing"]; // of a running request's tokens
 const MAX_ENDED = 12; // requests that ended and are still listed
-
-/** A DOM element: make("li", {class: "chip"}, "text", child, ...). Strings become text nodes, so nothing in them is ever markup. */
-function make(tag, attributes = {}, ...children) {
-  const element = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (name.startsWith("--")) element.style.setProperty(name, value);
-    else if (value !== null && value !== undefined) element.setAttribute(name, value);
-  }
-  element.append(...children);
-  return element;
-}
-
-const counted = (n, word) => `${n} ${word}${n === 1 ? "" : "s"}`;
-const hue = (req) => `var(--hue-${req % 7})`; // colours repeat: the name is what tells requests apart
-
-function timeText(us) {
-  return us < 1000 ? `${us} µs` : us < 1e6 ? `${(us / 1000).toFixed(3)} ms` : `${(us / 1e6).toFixed(6)} s`;
-}
 
 class Panels {
   /** `seek(place of an event)` is what a click on an event asks for. */
@@ -29,9 +11,11 @@ class Panels {
     this.root = document.getElementById("run-template").content.cloneNode(true).querySelector(".run");
     this.root.dataset.run = "AB"[index];
     this.only = -1; // the request that is shown alone
+    this.lanes = []; // process -> {lane, last, inside}
     this.#setUp();
+    this.texts = new Items(this.find(".texts"));
     this.engines = this.#enginePanels();
-    this.timeline = new RequestTimeline(recording, this.find(".tracks"), seek);
+    this.timeline = new RequestTimeline(recording, this.find(".timeline"), recording.firstScheduled, seek);
     this.events = new EventList(recording, this.find(".list"), this.find(".event"), seek);
   }
 
@@ -69,15 +53,15 @@ class Panels {
       const engine = engines[place] ?? 0;
       const { name, pid } = processes[engine];
       const again = engines.filter((one) => processes[one].name === name).length > 1 ? ` (${pid})` : "";
-      section.querySelector(".whose").hidden = engines.length < 2;
-      section.querySelector(".whose").textContent = name + again;
-      return new EnginePanel(this, section, engine);
+      return new EnginePanel(this, section, engine, name + again);
     });
   }
 
   #lane({ name, pid }, number) {
-    const lines = ["pid", "last", "inside"].map((kind) => make("p", { class: kind }, kind === "pid" ? `pid ${pid}` : ""));
-    return make("div", { class: "lane", "data-process": number }, make("h2", {}, name), ...lines);
+    const [last, inside] = ["last", "inside"].map((kind) => make("p", { class: kind }));
+    const lane = make("div", { class: "lane", "data-process": number }, make("h2", {}, name), make("p", { class: "pid" }, `pid ${pid}`), last, inside);
+    this.lanes[number] = { lane, last, inside };
+    return lane;
   }
 
   /** Show the events of one request alone; -1: of all. */
@@ -103,11 +87,13 @@ class Panels {
     const state = this.recording.stateAt(at);
     const event = this.recording.events[at];
     this.root.dataset.at = at;
+    // the canvases first: to write on one, the browser computes the styles of all that was changed before
+    this.timeline.draw(at, state.engines.flatMap(({ running }) => running));
+    for (const panel of this.engines) panel.drawBlocks(state, event);
     this.#drawHead(state, event);
     this.#drawLanes(state, event);
     for (const panel of this.engines) panel.draw(state, event);
     this.#drawTexts(state);
-    this.timeline.draw(at);
     this.events.draw(at);
   }
 
@@ -145,13 +131,13 @@ class Panels {
   // Processes and messages
 
   #drawLanes(state, event) {
-    for (const lane of this.root.querySelectorAll(".lane[data-process]")) {
-      const number = Number(lane.dataset.process);
-      const last = this.recording.events[state.lastOf[number]];
+    this.lanes.forEach(({ lane, last, inside }, number) => {
+      const latest = this.recording.events[state.lastOf[number]];
       lane.classList.toggle("acting", number === event.process);
-      lane.querySelector(".last").textContent = last ? this.recording.oneLine(last) : "not started yet";
-      lane.querySelector(".inside").textContent = this.#inside(state, this.recording.processes[number], number);
-    }
+      lane.classList.toggle("dead", this.recording.processes[number].isEngine && Boolean(state.engines[number].dead));
+      setText(last, latest ? this.recording.oneLine(latest) : "not started yet");
+      setText(inside, this.#inside(state, this.recording.processes[number], number));
+    });
     this.find(".wire.zmq .messages").replaceChildren(...this.#zmqMessages(state, event));
     this.find(".wire.steps .messages").replaceChildren(...this.#stepMessages(event));
     this.find(".wire.http .messages").replaceChildren(...this.#httpMessages(event));
@@ -160,7 +146,7 @@ class Panels {
 
   #inside(state, { isEngine, isWorker, hasScheduler }, number) {
     const engine = state.engines[number];
-    if (engine.dead && (isEngine || hasScheduler)) return `× ${engine.dead}`;
+    if (engine.dead && (isEngine || hasScheduler)) return this.deathOf(engine);
     if (isWorker) return (state.doing[number] ?? []).map((at) => this.#doing(this.recording.events[at])).join(" › ");
     const parts = [];
     const open = state.requests.filter((r) => r.status !== "unknown" && !r.answered).length;
@@ -168,6 +154,10 @@ class Panels {
     const queues = `${engine.running.length} running, ${engine.waiting.length} waiting`;
     if (hasScheduler && engine.step) parts.push(`step ${engine.step}${engine.inStep ? "" : " is done"}: ${queues}`);
     return parts.join(" · ");
+  }
+
+  deathOf({ dead, deadAt }) {
+    return `× dead: ${dead} Seen ${timeText(this.recording.events[deadAt].us)} after the start.`;
   }
 
   /** A span that a worker is in, in words. */
@@ -227,20 +217,26 @@ class Panels {
     const has = ({ askedFor, text, tokenIds }) => askedFor || text || tokenIds.length;
     const requests = state.requests.map((r, req) => [r, req]).filter(([r, req]) => has(r) && !this.isDim(req));
     this.find(".output").hidden = requests.length === 0;
-    this.find(".texts").replaceChildren(...requests.flatMap(([r, req]) => {
-      const answer = r.text || (r.tokenIds.length ? `token ids ${r.tokenIds.join(" ")}` : "");
-      const both = [make("span", { class: "prompt" }, r.askedFor), make("span", { class: "answer" }, answer)];
-      return [make("dt", {}, this.label(req)), make("dd", {}, ...both)];
-    }));
+    this.texts.draw(requests.map(([r, req]) => [req, `${r.askedFor.length} ${r.text.length} ${r.tokenIds.length}`, () => this.#text(r, req)]));
+  }
+
+  #text({ askedFor, text, tokenIds }, req) {
+    const answer = text || (tokenIds.length ? `token ids ${tokenIds.join(" ")}` : "");
+    const both = [make("span", { class: "prompt" }, askedFor), make("span", { class: "answer" }, answer)];
+    return make("div", {}, make("dt", {}, this.label(req)), make("dd", {}, ...both));
   }
 }
 
 /** One engine's scheduler and KV cache: a <div class="core"> of a run. */
 class EnginePanel {
-  /** `process`: the engine's. */
-  constructor(panels, root, process) {
-    Object.assign(this, { panels, root, process });
+  /** `process`: the engine's; `name`: what it is called where there are several. */
+  constructor(panels, root, process, name) {
+    Object.assign(this, { panels, root, process, name });
     this.blocks = new BlockMap(panels.recording, this.find(".blocks"), process);
+    this.waiting = new Items(this.find(".waiting .chips"));
+    this.ended = new Items(this.find(".done"));
+    this.rows = new Items(this.find(".rows"));
+    this.given = new Items(this.find(".budget"));
   }
 
   find(selector) {
@@ -250,23 +246,31 @@ class EnginePanel {
   draw(state, event) {
     const engine = state.engines[this.process];
     this.root.hidden = this.panels.engines.length > 1 && state.lastOf[this.process] === undefined; // it is started later
+    this.root.classList.toggle("dead", Boolean(engine.dead));
+    const whose = this.find(".whose");
+    whose.hidden = this.panels.engines.length < 2 && !engine.dead;
+    setText(whose, engine.dead ? `${this.name} ${this.panels.deathOf(engine)}` : this.name);
     this.#drawWaiting(state, engine);
     this.#drawEnded(state);
     this.#drawRunning(state, engine);
-    this.#drawCache(state, engine, event);
+    if (engine.running.includes(event.req)) requestAnimationFrame(() => this.#scrollTo(event.req));
+    this.#drawCache(engine, event);
   }
 
-  #fill(selector, items) {
-    this.find(selector).replaceChildren(...(items.length ? items : [make("li", { class: "nobody" }, "nobody")]));
+  /** `entries` as Items takes them; who is dim has another look. */
+  #fill(items, entries) {
+    const nobody = [["nobody", "", () => make("li", { class: "nobody" }, "nobody")]];
+    items.draw(entries.length ? entries.map(([req, look, create]) => [req, `${look} ${this.panels.isDim(req)}`, create]) : nobody);
   }
 
   #drawWaiting(state, engine) {
-    this.find(".waiting .count").textContent = engine.waiting.length;
+    setText(this.find(".waiting .count"), String(engine.waiting.length));
     const chip = (req) => {
       const { status, total, computed } = state.requests[req];
-      return this.panels.chip(req, ` ${status === "preempted" ? "preempted, " : ""}lacks ${total - computed}`);
+      const words = ` ${status === "preempted" ? "preempted, " : ""}lacks ${total - computed}`;
+      return [req, words, () => this.panels.chip(req, words)];
     };
-    this.#fill(".waiting .chips", engine.waiting.map(chip));
+    this.#fill(this.waiting, engine.waiting.map(chip));
     const reason = this.find(".held-back");
     reason.hidden = engine.heldBack === null;
     reason.textContent = engine.heldBack === null ? "" : this.#reason(engine.heldBack);
@@ -274,10 +278,12 @@ class EnginePanel {
 
   #drawEnded(state) {
     const ended = state.requests.map((r, req) => [r, req]).filter(([r]) => r.status === "done" && r.engine === this.process).reverse();
-    this.find(".count-done").textContent = ended.length;
-    const chips = ended.slice(0, MAX_ENDED).map(([r, req]) => this.panels.chip(req, ` ${r.reason}, ${counted(r.output, "token")}`));
-    if (ended.length > MAX_ENDED) chips.push(make("li", { class: "nobody" }, `and ${ended.length - MAX_ENDED} before`));
-    this.#fill(".done", chips);
+    setText(this.find(".count-done"), String(ended.length));
+    const words = (r) => ` ${r.reason}, ${counted(r.output, "token")}`;
+    const chips = ended.slice(0, MAX_ENDED).map(([r, req]) => [req, words(r), () => this.panels.chip(req, words(r))]);
+    const before = `and ${ended.length - MAX_ENDED} before`;
+    if (ended.length > MAX_ENDED) chips.push(["before", before, () => make("li", { class: "nobody" }, before)]);
+    this.#fill(this.ended, chips);
   }
 
   /** Why a request waits after this decision, in words. */
@@ -297,24 +303,27 @@ class EnginePanel {
   }
 
   #drawRunning(state, engine) {
-    const most = engine.maxSeqs ? ` of at most ${engine.maxSeqs}` : "";
-    this.find(".running .count").textContent = engine.running.length + most;
+    const allowed = engine.maxSeqs ? ` of at most ${engine.maxSeqs}` : "";
+    setText(this.find(".running .count"), engine.running.length + allowed);
     this.#drawBudget(state, engine);
-    const longest = Math.max(1, ...engine.running.map((req) => state.requests[req].total + state.requests[req].drafts));
-    this.find(".rows").classList.toggle("many", engine.running.length > 8); // one line each
-    this.#fill(".rows", engine.running.map((req) => this.#runningRow(req, state.requests[req], longest)));
+    const most = Math.max(1, ...engine.running.map((req) => state.requests[req].total + state.requests[req].drafts));
+    const longest = Math.ceil(most / 32) * 32; // a bar keeps its measure for some steps
+    const rows = this.find(".rows");
+    rows.classList.toggle("many", engine.running.length > 8); // one line each
+    this.#fill(this.rows, engine.running.map((req) => [req, "", () => this.#runningRow(req)]));
+    for (const req of engine.running) this.#drawRow(this.rows.known.get(req).element, req, state.requests[req], longest);
   }
 
   #drawBudget(state, engine) {
     const tokens = (req) => state.requests[req].chunk + state.requests[req].drafts;
     const given = engine.running.filter((req) => tokens(req) > 0);
     const used = given.reduce((sum, req) => sum + tokens(req), 0);
-    const text = engine.budget ? `Token budget: ${used} of ${engine.budget} given out in this step` : "The scheduler does not exist yet.";
+    const text = engine.budget ? `Token budget: ${used} of ${engine.budget} given out in this step` : engine.dead ? "The scheduler is gone." : "The scheduler does not exist yet.";
     const bar = this.find(".budget");
     Object.assign(bar.dataset, { used, budget: engine.budget });
     bar.setAttribute("aria-label", text);
     this.find(".budget-text").textContent = text;
-    bar.replaceChildren(...given.map((req) => this.#budgetPart(req, tokens(req), tokens(req) / engine.budget)));
+    this.given.draw(given.map((req) => [req, tokens(req), () => this.#budgetPart(req, tokens(req), tokens(req) / engine.budget)]));
   }
 
   #budgetPart(req, tokens, share) {
@@ -322,21 +331,45 @@ class EnginePanel {
     return make("i", { "--hue": hue(req), "--share": share, title: `${label}: ${tokens}` }, share > 0.06 ? label : "");
   }
 
-  #runningRow(req, r, longest) {
-    const parts = { computed: r.computed, chunk: r.chunk, drafts: r.drafts, missing: Math.max(0, r.total - r.computed - r.chunk) };
-    const now = (r.chunk ? ` + ${r.chunk} now` : "") + (r.drafts ? ` + ${counted(r.drafts, "draft")}` : "");
-    const words = `${r.computed} computed${now} of ${r.total}`;
-    const pieces = Object.entries(parts).filter(([, n]) => n).map(([kind, n]) => make("i", { class: kind, "--share": n / longest }));
-    const row = this.panels.chip(
-      req,
-      make("span", { class: "what" }, r.status),
-      make("div", { class: "tokens", role: "img", "aria-label": `${words} tokens` }, ...pieces),
-      make("span", { class: "words" }, words),
-      make("span", { class: "holds" }, this.#holdsText(r)),
-    );
-    row.title += `: ${r.status}, ${this.#holdsText(r)}`;
-    Object.assign(row.dataset, parts, { total: r.total, output: r.output });
+  #runningRow(req) {
+    const pieces = PIECES.map((kind) => make("i", { class: kind, hidden: "" }));
+    const tokens = make("div", { class: "tokens", role: "img" }, ...pieces);
+    const [what, words, holds] = ["what", "words", "holds"].map((name) => make("span", { class: name }));
+    const row = this.panels.chip(req, what, tokens, words, holds);
+    row.parts = { pieces, what, tokens, words, holds };
     return row;
+  }
+
+  /** A row that is not seen is brought to the middle. */
+  #scrollTo(req) {
+    const row = this.rows.known.get(req)?.element, list = this.rows.parent;
+    if (!row || list.scrollHeight <= list.clientHeight) return;
+    const above = row.offsetTop - list.scrollTop;
+    if (above < 0 || above + row.offsetHeight > list.clientHeight) list.scrollTop = row.offsetTop - list.clientHeight / 2;
+  }
+
+  /** A step changes every row a little: they are changed where they stand. */
+  #drawRow(row, req, r, longest) {
+    const counts = { computed: r.computed, chunk: r.chunk, drafts: r.drafts, missing: Math.max(0, r.total - r.computed - r.chunk), total: r.total, output: r.output };
+    const look = `${r.status} ${Object.values(counts)} ${r.blocks.length} ${r.blocks.at(-1)} ${r.cachedTokens} ${r.preemptions} ${longest}`;
+    if (row.look === look) return;
+    row.look = look;
+    for (const [name, value] of Object.entries(counts)) setAttribute(row, `data-${name}`, String(value));
+    const { pieces, what, tokens, words, holds } = row.parts;
+    const now = (r.chunk ? ` + ${r.chunk} now` : "") + (r.drafts ? ` + ${counted(r.drafts, "draft")}` : "");
+    const text = `${r.computed} computed${now} of ${r.total}`;
+    pieces.forEach((piece, k) => {
+      const width = (100 * counts[PIECES[k]]) / longest;
+      if (piece.width === width) return;
+      piece.width = width;
+      piece.hidden = width === 0;
+      piece.style.width = `${width}%`;
+    });
+    setAttribute(tokens, "aria-label", `${text} tokens`);
+    setText(what, r.status);
+    setText(words, text);
+    setText(holds, this.#holdsText(r));
+    row.title = `${this.panels.recording.requests[req].id}: ${r.status}, ${this.#holdsText(r)}`;
   }
 
   #holdsText(r) {
@@ -347,10 +380,18 @@ class EnginePanel {
     return parts.join(" · ");
   }
 
-  #drawCache(state, engine, event) {
-    const own = event.process === this.process ? event : { name: "", args: {} };
-    this.blocks.draw(engine, state.requests, own, this.panels.only);
-    this.find(".cache .count").textContent = this.blocks.words(engine);
+  drawBlocks(state, event) {
+    this.blocks.draw(state.engines[this.process], state.requests, this.#own(event), this.panels.only);
+  }
+
+  /** The event, if it is of this engine. */
+  #own(event) {
+    return event.process === this.process ? event : { name: "", args: {} };
+  }
+
+  #drawCache(engine, event) {
+    const own = this.#own(event);
+    setText(this.find(".cache .count"), this.blocks.words(engine));
     const partial = this.find(".partial");
     partial.hidden = own.name !== "sched.output" || engine.freeRecorded === engine.usable - engine.held;
     partial.textContent = partial.hidden ? "" : `The scheduler says ${engine.freeRecorded} free: some events of blocks were not recorded.`;

@@ -1,5 +1,5 @@
 "use strict";
-// Part 1 of 4: from events to a state. No picture here: a Recording knows its events, and what the system looked like after each.
+// Part 1 of 7: from events to a state. No picture here: a Recording knows its events, and what the system looked like after each.
 // What an event means is written beside each handler below; the words are those of stagetrace.vocabulary.
 
 const PHASES = ["CLI entry", "serve", "API server", "AsyncLLM", "EngineCore", "request", "into the engine", "execution", "response"];
@@ -22,10 +22,10 @@ function emptyState(numRequests, numProcesses) {
 /** One engine: its scheduler and its KV cache. */
 function emptyEngine() {
   return {
-    step: 0, inStep: false, dead: "",
+    step: 0, inStep: false, dead: "", deadAt: -1, // place of the event that says so
     waiting: [], running: [], // places of requests, in the scheduler's order
     policy: "fcfs", usable: 0, blockSize: 0, arrivals: 0,
-    blocks: [], // block id -> {holders: [request, ...], cached}; undefined: never named yet
+    blocks: [], // block id -> {holders: [request, ...], cached}, never changed but replaced; undefined: never named yet
     held: 0, // blocks with a holder
     freeRecorded: -1, // what the scheduler itself reported last; -1: nothing yet
     budget: 0, maxSeqs: 0, decided: false, heldBack: null, preempted: [],
@@ -45,6 +45,17 @@ function emptyRequest() {
   };
 }
 
+/** A state of its own, several times as fast as structuredClone: what is never changed, only replaced, is shared. */
+function copyOf(state) {
+  const request = (r) => ({ ...r, blocks: r.blocks.slice(), tokenIds: r.tokenIds.slice() });
+  const engine = (e) => ({ ...e, waiting: e.waiting.slice(), running: e.running.slice(), preempted: e.preempted.slice(), blocks: e.blocks.slice() });
+  const { requests, engines, inFlight, lastOf, doing } = state;
+  return {
+    ...state, requests: requests.map(request), engines: engines.map(engine),
+    inFlight: inFlight.slice(), lastOf: lastOf.slice(), doing: doing.map((spans) => spans.slice()),
+  };
+}
+
 // Small helpers of the handlers
 
 function remove(list, req) {
@@ -61,22 +72,24 @@ function enqueue(state, engine, queue, req) {
   queue.splice(behind < 0 ? queue.length : behind, 0, req);
 }
 
-function block(engine, id) {
-  return (engine.blocks[id] ??= { holders: [], cached: false });
-}
+const FREE = { holders: [], cached: false };
 
 function hold(engine, id, req) {
-  const one = block(engine, id);
-  if (one.holders.includes(req)) return;
-  if (one.holders.length === 0) engine.held += 1;
-  one.holders.push(req);
+  const { holders, cached } = engine.blocks[id] ?? FREE;
+  if (holders.includes(req)) return;
+  if (holders.length === 0) engine.held += 1;
+  engine.blocks[id] = { holders: [...holders, req], cached };
 }
 
 function release(engine, id, req) {
-  const one = block(engine, id);
-  if (!one.holders.includes(req)) return;
-  remove(one.holders, req);
-  if (one.holders.length === 0) engine.held -= 1;
+  const { holders, cached } = engine.blocks[id] ?? FREE;
+  if (!holders.includes(req)) return;
+  if (holders.length === 1) engine.held -= 1;
+  engine.blocks[id] = { holders: holders.filter((one) => one !== req), cached };
+}
+
+function setCached(engine, id, cached) {
+  engine.blocks[id] = { ...(engine.blocks[id] ?? FREE), cached };
 }
 
 /** Between two steps: what was given is computed, and no request has anything yet. */
@@ -166,11 +179,19 @@ function onQueued(state, engine, args, r, req, event) {
 /** Of several engines the one of this number died, the newest process of that name: nobody runs there now, and its blocks are gone. */
 function onLost(state, engine, args, r, req, event, { processes }) {
   const lost = processes.findLastIndex(({ name }, at) => name === `EngineCore_DP${args.engine}` && state.lastOf[at] !== undefined);
-  if (lost >= 0) state.engines[lost] = { ...emptyEngine(), dead: args.message || "the engine process is gone" };
+  if (lost >= 0) state.engines[lost] = { ...emptyEngine(), step: state.engines[lost].step };
+  if (lost >= 0) die(state.engines[lost], args, event);
 }
 
-function onAllDead(state, engine, { message }) {
-  for (const each of state.engines) each.dead ||= message || "the engine process is gone";
+function onAllDead(state, engine, args, r, req, event) {
+  for (const each of state.engines) die(each, args, event);
+}
+
+/** What is seen first is why it died. */
+function die(engine, { message }, { at }) {
+  if (engine.dead) return;
+  engine.dead = message || "the engine process is gone";
+  engine.deadAt = at;
 }
 
 const HANDLERS = {
@@ -216,16 +237,16 @@ const HANDLERS = {
     r.blocks.push(...args.blocks);
   },
   "kv.freed": onFreed,
-  "kv.cached": (state, engine, args) => args.blocks.forEach((id) => { block(engine, id).cached = true; }),
-  "kv.evicted": (state, engine, args) => { block(engine, args.block).cached = false; },
-  "kv.reset": (state, engine, args) => { if (args.done) engine.blocks.forEach((one) => { one.cached = false; }); },
+  "kv.cached": (state, engine, args) => args.blocks.forEach((id) => setCached(engine, id, true)),
+  "kv.evicted": (state, engine, args) => setCached(engine, args.block, false),
+  "kv.reset": (state, engine, args) => { if (args.done) engine.blocks.forEach((_, id) => setCached(engine, id, false)); },
   "request.tokenized": (state, engine, args, r) => { r.askedFor = args.prompt ?? ""; },
   "request.detokenized": onDetokenized,
   "request.finished": (state, engine, args, r) => { r.answered = true; },
   "request.aborted": (state, engine, args, r) => { r.answered = true; r.reason ||= args.reason; },
   "dp.engine_lost": onLost,
   "engine.dead": onAllDead,
-  "engine.failed": (state, engine, args) => { engine.dead = args.message || "the engine failed"; },
+  "engine.failed": (state, engine, args, r, req, event) => die(engine, { message: args.message || "the engine failed" }, event),
 };
 
 /** Apply the next event of a recording to the state. */
@@ -244,6 +265,9 @@ function apply(state, event, recording) {
 class Recording {
   constructor(data) {
     this.title = data.title;
+    this.start = data.start ?? ""; // where to open, as a link says it
+    this.root = data.root ?? ""; // the project's folder, if the page is on the same machine
+    this.places = new Map(Object.entries(data.places)); // name of an event -> [folder, function, "walk" if the walk stops there]
     this.processes = data.processes.map(([pid, name]) =>
       ({ pid, name, isEngine: name.startsWith("EngineCore"), isWorker: name.startsWith("Worker_"), hasScheduler: false }));
     this.meanings = new Map(data.names.map(([name, phase, stage, meaning, vllm]) => [name, { phase, stage, meaning, vllm }]));
@@ -262,6 +286,7 @@ class Recording {
     const engines = this.processes.map((process, number) => ({ ...process, number })).filter((one) => one.hasScheduler);
     this.engines = engines.sort((a, b) => (a.name < b.name ? -1 : a.name > b.name ? 1 : a.number - b.number)).map((one) => one.number); // processes
     this.#readThrough();
+    this.firstScheduled = Math.max(0, this.events.findIndex(({ name }) => name === "sched.scheduled"));
     this.compared = this.steps.filter((one) => one.process === this.engines[0]); // two runs are compared by the steps of their first engines
   }
 
@@ -280,7 +305,7 @@ class Recording {
     for (const event of this.events) {
       apply(state, event, this);
       this.#note(event, state);
-      if ((event.at + 1) % this.every === 0) this.snapshots.push(structuredClone(state));
+      if ((event.at + 1) % this.every === 0) this.snapshots.push(copyOf(state));
     }
     this.numBlocks = state.engines.map(({ blocks }, process) => Math.max(blocks.length, this.numBlocks[process] ?? 1)); // by process
     this.current = state;
@@ -309,7 +334,7 @@ class Recording {
   stateAt(at) {
     const snapshot = Math.floor((at + 1) / this.every);
     const behind = this.current.at > at;
-    if (behind || at - this.current.at > this.every) this.current = structuredClone(this.snapshots[snapshot]);
+    if (behind || at - this.current.at > this.every) this.current = copyOf(this.snapshots[snapshot]);
     while (this.current.at < at) apply(this.current, this.events[this.current.at + 1], this);
     return this.current;
   }
