@@ -257,7 +257,7 @@ def test_a_thread_that_fails_ends_the_engine(port: int) -> None:
     context = zmq.Context()
     connection = Connection(context, zmq.DEALER, nodes._listener.address, None, b"node1")
     try:
-        connection.socket.send(encode(NodeHello(1, 2, {}, None, None, None)))
+        connection.send(encode(NodeHello(1, 2, {}, None, None, None)))
         assert "ZeroDivisionError" in reasons.get(timeout=PATIENCE)
     finally:
         connection.close()

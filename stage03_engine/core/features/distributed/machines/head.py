@@ -143,9 +143,7 @@ class Nodes:
         self._why = why
         self._stopping.set()
         self._thread.join()
-        self._listener.socket.disable_monitor()
-        self._listener.socket.close(linger=FAREWELL_MS)
-        self._listener.close()
+        self._listener.close(linger_ms=FAREWELL_MS)
         self._context.destroy(linger=0)
 
 

@@ -135,7 +135,7 @@ class Node:
 
     def _hear(self) -> NodeInit | NodeRefused | Ping | NodeStop:
         try:
-            return decode_from_head(self._connection.socket.recv())
+            return decode_from_head(self._connection.socket.recv_multipart()[0])
         except MALFORMED as error:
             raise StagesError(f"the head at {self._address} may have another version: {error}") from None
 
