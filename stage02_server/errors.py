@@ -72,7 +72,7 @@ def as_api_error(error: BaseException) -> APIError:
 def as_reported(error: Exception, response_id: str) -> APIError:
     """The same for an error in a stream. Its status is already sent, so an unexpected error is logged here or nowhere."""
     refusal = as_api_error(error)
-    if refusal.status == 500:
+    if refusal.status == 500 and refusal is not error:
         logger.error("request %s failed", response_id, exc_info=error)
     return refusal
 

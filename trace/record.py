@@ -250,7 +250,7 @@ def dp2() -> None:
 
 
 def dp2_death() -> None:
-    """kill -9 of one of two engines: a stream of its ends, an answer that is sent as a whole is computed again by the other."""
+    """kill -9 of one of two engines: a stream of its and an answer that is sent as a whole are computed again by the other."""
     clients: list[threading.Thread] = []
 
     def start(target: Callable[..., None], *args: object) -> bool:
@@ -265,7 +265,7 @@ def dp2_death() -> None:
         return False
 
     with serving("dp2_death", "--data-parallel-size", "2") as server:
-        server.stream("r0", PROMPTS[0], 400, lambda: start(server.stream, "r1", PROMPTS[1], 60, both_run))
+        server.stream("r0", PROMPTS[0], 80, lambda: start(server.stream, "r1", PROMPTS[1], 60, both_run))
         for client in clients:
             client.join()
         server.wait_for_engines(3)

@@ -28,6 +28,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
 from stage03_engine.errors import ConfigError, StagesError
+from stage03_engine.nodes.door import FAILED, MAX_FRAME, Door, SocketOfPieces
 from stage03_engine.nodes.manifest import NodeConfig
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,6 @@ WARN_SECONDS = 10.0
 """From one warning of nodes without the secret to the next: repeated attempts must not fill the log."""
 _KEY_BYTES = 32
 _DOMAIN = "nodes"
-_FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
 
 @dataclass(frozen=True, repr=False)
@@ -113,25 +113,19 @@ class _OnlyNodes:
 def _prepare(socket: zmq.Socket, address: str) -> None:
     socket.set_hwm(0)  # never drop, never block: the schedulers' queues are the only queues that may grow
     socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
     socket.setsockopt(zmq.HANDSHAKE_IVL, SILENCE_MS)
     socket.setsockopt(zmq.IPV6, "[" in address)
 
 
-def _close(socket: zmq.Socket, monitor: zmq.Socket, linger_ms: int) -> None:
-    if not socket.closed:
-        socket.disable_monitor()
-    monitor.close(linger=0)
-    socket.close(linger=linger_ms)
-
-
 class Listener:
-    """A bound socket. `context` is this listener's own: its gatekeeper decides for all sockets of the context."""
+    """A bound socket, and the only way to get one that other machines reach. `context` is this listener's own: its gatekeeper decides for all sockets of the context."""
 
     def __init__(self, context: zmq.Context, kind: int, address: str, secret: NodeSecret | None) -> None:
         """Raises StagesError if the address cannot be listened on."""
-        self.socket = context.socket(kind)
+        self.socket = context.socket(kind, SocketOfPieces)
         _prepare(self.socket, address)
         self._gatekeeper: ThreadAuthenticator | None = None
         if secret is not None:
@@ -142,7 +136,8 @@ class Listener:
             self.socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a gatekeeper ZMQ would admit everybody
             self.socket.curve_server = True
             self.socket.curve_publickey, self.socket.curve_secretkey = secret.listens.public, secret.listens.secret
-        self.monitor = self.socket.get_monitor_socket(_FAILED)
+        self._door = Door(self.socket)
+        self.monitor = self._door.failures
         try:
             self.socket.bind(_numeric(address))
         except zmq.ZMQError as error:
@@ -151,19 +146,20 @@ class Listener:
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)  # with the number of a port that was chosen
 
     def refused(self) -> int:
-        """How many attempts to connect have failed since the last call, because of their secret. `monitor` has input then.
-
-        Who does not call it has to disable the monitor: ZMQ stops all sockets of the context once 2000 attempts are unread.
-        """
+        """How many attempts to connect have failed since the last call, because of their secret; of many not all are counted. `monitor` has
+        input then. Nobody has to call it."""
         count = 0
         while self.monitor.poll(0):
-            self.monitor.recv_multipart()
+            self.monitor.recv()
             count += 1
         return count
 
     def close(self, linger_ms: int = 0) -> None:
         """Close the socket and end the gatekeeper; the context can be terminated then, which sends what is left. May be called twice."""
-        _close(self.socket, self.monitor, linger_ms)
+        if not self.socket.closed:
+            self.socket.disable_monitor()
+            self.socket.close(linger=linger_ms)
+        self._door.close()
         if self._gatekeeper is not None:
             self._gatekeeper.stop()
             self._gatekeeper = None
@@ -203,14 +199,14 @@ class Connection:
         self, context: zmq.Context, kind: int, address: str, secret: NodeSecret | None, identity: bytes = b""
     ) -> None:
         """`identity` is the name by which a ROUTER knows it. Raises StagesError if the address is not one."""
-        self.socket = context.socket(kind)
+        self.socket = context.socket(kind, SocketOfPieces)
         if identity:
             self.socket.setsockopt(zmq.IDENTITY, identity)
         _prepare(self.socket, address)
         if secret is not None:
             self.socket.curve_serverkey = secret.listens.public
             self.socket.curve_publickey, self.socket.curve_secretkey = secret.connects.public, secret.connects.secret
-        events = _FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        events = FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         self.monitor = self.socket.get_monitor_socket(events)
         self.is_there = False
         try:
@@ -230,11 +226,14 @@ class Connection:
             event = parse_monitor_message(self.monitor.recv_multipart())["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.is_there = True
-            elif event & _FAILED:
+            elif event & FAILED:
                 raise Refused
             elif self.is_there:
                 raise Lost
 
     def close(self, linger_ms: int = 0) -> None:
         """Close the socket; what is left is sent when the context is terminated. May be called twice."""
-        _close(self.socket, self.monitor, linger_ms)
+        if not self.socket.closed:
+            self.socket.disable_monitor()
+        self.monitor.close(linger=0)
+        self.socket.close(linger=linger_ms)

@@ -242,14 +242,15 @@ def test_a_node_that_vanishes_takes_nothing_along_and_may_come_back(service: Ser
     assert service.states() == {} and service.metrics("stages:engine_restarts_total") == restarts
 
 
-def test_a_stream_of_a_lost_node_ends_with_an_error(service: Service) -> None:
+def test_a_stream_of_a_lost_node_goes_on_elsewhere(service: Service) -> None:
     pair: ServerProcess = service.pair  # type: ignore[attr-defined]
     with ThreadPoolExecutor(2) as threads:
         streams = [threads.submit(service.ask, max_tokens=400, stream=True) for _ in range(2)]
         wait_until(lambda: service.metrics("vllm:num_requests_running") == {"0": 1.0, "1": 1.0}, "both do not run")
         pair.process.kill()
-        ends = [events(stream.result().text)[-1] for stream in streams]
-    assert sorted("error" in end for end in ends) == [False, True]
+        told = [events(stream.result().text) for stream in streams]
+    texts = ["".join(event["choices"][0]["text"] for event in each) for each in told]
+    assert texts[0] == texts[1] and texts[0].startswith(PROMPT)  # the echo's
     service.pair = service.node()  # type: ignore[attr-defined]
     service.head.wait_for("Engine 1 is ready again")
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
 import openai
 import psutil
 import pytest
+from echo_engine_process import PATCH
 from server_under_test import DYING_ENGINE, ServerProcess
 
 from stage02_server.api_server import create_server_socket
@@ -157,17 +159,35 @@ def test_a_taken_port_is_one_line_and_exit_code_2(
     assert port in line and "--port" in line
 
 
-def test_the_next_server_may_have_the_port_at_once(start_server: StartServer) -> None:
-    """Also when the old one has closed a connection whose client still holds it: the system then remembers the port for a minute."""
-    server = start_server(*ECHO)
-    url = httpx.URL(server.wait_until_ready())
-    with socket.create_connection((url.host, url.port)) as client:
-        client.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-        assert client.recv(99).startswith(b"HTTP/1.1 200")
-        server.process.send_signal(signal.SIGTERM)
-        assert server.wait() == 0
-        again = start_server(*ECHO[:-1], str(url.port))
-        assert httpx.URL(again.wait_until_ready()).port == url.port
+ENGINES = ("gpt2-tiny", "--host", "127.0.0.1", "-dp", "2", "--port", "0")
+
+
+@pytest.mark.parametrize(
+    ("flags", "patch"),
+    [(ECHO, ""), (("-asc", "2", *ECHO), ""), (ENGINES, PATCH)],
+    ids=["one", "several API servers", "several engines"],
+)
+def test_the_next_server_may_have_the_port_at_once(
+    start_server: StartServer, flags: tuple[str, ...], patch: str
+) -> None:
+    """Also when the old one has closed connections whose clients still hold them: the system then remembers the port for a minute. And
+    meanwhile no other server may have it."""
+    port, times = "0", 5 if flags is ECHO else 3
+    for number in range(times):
+        server = start_server(*flags[:-1], port, patch=patch)
+        url = httpx.URL(server.wait_until_ready())
+        assert port in ("0", str(url.port))
+        port = str(url.port)
+        with ExitStack() as clients:
+            for _ in range(4):
+                client = clients.enter_context(socket.create_connection((url.host, url.port)))
+                client.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+                assert client.recv(99).startswith(b"HTTP/1.1 200")
+            if number == times - 1:
+                second = start_server(*flags[:-1], port, patch=patch)
+                assert second.wait() == 2 and port in second.lines[-1]
+            server.process.send_signal(signal.SIGTERM)
+            assert server.wait() == 0
 
 
 @pytest.mark.parametrize(("flag", "value"), [("--host", "no-such-host.invalid"), ("--host", "203.0.113.7")])

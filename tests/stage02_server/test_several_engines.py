@@ -120,7 +120,7 @@ def test_engines_are_added_and_removed() -> None:
         assert made.metrics("stages:engine_ready") == {"0": 1.0}
 
 
-def test_a_dead_engine_is_an_error_for_its_streams_only() -> None:
+def test_streams_go_on_when_an_engine_dies() -> None:
     """And the server is degraded until the engine is back."""
     with several(2) as made:
 
@@ -138,21 +138,9 @@ def test_a_dead_engine_is_an_error_for_its_streams_only() -> None:
         answers = made.server.run(killed())
         assert [answer.status_code for answer in answers] == [200] * 8
         assert [answer.json()["choices"][0]["text"] for answer in answers[4:]] == [expected] * 4
-        complete, failed = [], []
         for answer in answers[:4]:
             told = events(answer.text)
-            text = "".join(event["choices"][0]["text"] for event in told if "choices" in event)
-            (failed if "error" in told[-1] else complete).append(text)
-            if "error" in told[-1]:
-                error = told[-1]["error"]
-                assert (error["code"], error["type"]) == (503, "ServiceUnavailableError") and "engine" in error[
-                    "message"
-                ]
-        assert (
-            complete == [expected] * 2
-            and all(expected.startswith(text) and text for text in failed)
-            and len(failed) == 2
-        )
+            assert "".join(event["choices"][0]["text"] for event in told) == expected
 
         made.wait(lambda: made.client.states[1] == "loading")
         health = made.server.request("GET", "/health")
@@ -169,6 +157,51 @@ def test_a_dead_engine_is_an_error_for_its_streams_only() -> None:
             made.engines[index].may_start.set()
         made.wait(lambda: made.client.num_ready == 2)
         assert made.server.request("GET", "/health").content == b""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_two_engines_died_with_is_an_error(stream: bool) -> None:
+    """A 500 that a client does not try again, or the error event of a stream. The server goes on."""
+    with several(3) as made:
+
+        async def poison() -> httpx.Response:
+            body = BODY | {"stream": stream, "max_tokens": 50}
+            work = asyncio.create_task(made.server.send("POST", "/v1/completions", json=body))
+            for index in (0, 1):
+                while not any(each.engine == index and each.has_begun for each in made.client._requests.values()):
+                    await asyncio.sleep(0)
+                made.engines[index].die()
+            return await work
+
+        answer = made.server.run(poison())
+        assert answer.status_code == (200 if stream else 500)
+        error = (events(answer.text)[-1] if stream else answer.json())["error"]
+        assert (error["code"], error["type"]) == (500, "InternalServerError")
+        assert "2 engines when they died" in error["message"]
+        assert stream or answer.headers["x-should-retry"] == "false"
+        assert made.server.post("/v1/completions", BODY).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_goes_on_differently_is_an_error(stream: bool) -> None:
+    """Another engine may round in another way, for instance: the client learns that it has to ask again."""
+    with several(2) as made:
+
+        async def ask() -> httpx.Response:
+            body = BODY | {"stream": stream, "max_tokens": 50}
+            work = asyncio.create_task(made.server.send("POST", "/v1/completions", json=body))
+            while not any(each.has_begun for each in made.client._requests.values()):
+                await asyncio.sleep(0)
+            [each] = made.client._requests.values()
+            each._tokens[0] += 1
+            made.engines[0].die()
+            return await work
+
+        answer = made.server.run(ask())
+        assert answer.status_code == (200 if stream else 503)
+        error = (events(answer.text)[-1] if stream else answer.json())["error"]
+        assert (error["code"], error["type"]) == (503, "ServiceUnavailableError")
+        assert "continues it differently" in error["message"]
 
 
 def test_the_last_restart_allowed_ends_the_server() -> None:

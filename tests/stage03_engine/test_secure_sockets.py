@@ -68,7 +68,7 @@ def test_who_has_the_secret_is_heard_and_hears(ends: Ends) -> None:
     connection.send(b"hello")
     peer, said = ends.listener.socket.recv_multipart()
     ends.listener.socket.send_multipart([peer, said + b" you"])
-    assert connection.socket.recv() == b"hello you" and ends.listener.refused() == 0
+    assert connection.socket.recv_multipart() == [b"hello you"] and ends.listener.refused() == 0
     outcome(connection)
     assert connection.is_there
     ends.listener.close()

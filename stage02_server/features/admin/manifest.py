@@ -29,11 +29,11 @@ class AdminFlags:
         "prompt tokens of requests without a first output, from which on a request is refused with 503 and Retry-After; no "
         "limit if not given. Each of several API servers counts its own",
     )
-    engine_stall_seconds: float = option(
-        300.0,
-        "how long the engine may owe an answer, without a step in between, before /health is 503 with the state `stalled`; 0 = "
-        "no limit. One of several engines is killed then, and started again as a dead one is. A first step that compiles kernels "
-        "on a slow machine takes a minute or two",
+    engine_stall_seconds: float | None = option(
+        None,
+        "how long the engine may owe an answer, without a step in between, before /health is 503 with the state `stalled`, 300 if "
+        "not given; 0 = no limit. One of several engines is killed then, and started again as a dead one is, after 60 if not "
+        "given: leave more if the first step compiles kernels on a slow machine, which takes a minute or two",
         at_least=0,
     )
     enable_log_requests: bool = option(False, "log each prompt, with its text and its sampling parameters")

@@ -1,12 +1,15 @@
-"""The answer to a request whose engine died while others go on: a 503, as if its only engine had died."""
+"""The answer to a request that ends because engines died while others go on: a 500 if it may be to blame, else a 503."""
 
 from __future__ import annotations
 
-from stage02_server.errors import unavailable
+from stage02_server.errors import APIError, unavailable
 from stage03_engine.frontend.features.data_parallel.in_flight import LOST
 from stage03_engine.frontend.output_processor import OutputProcessor
 from stage03_engine.messages import EngineCoreOutput, EngineCoreOutputs
 from stagetrace import trace
+
+_NO_RETRY = {"X-Should-Retry": "false"}
+"""OpenAI's clients send a request again after a 500, unless this header says otherwise. What two engines died of must not come again."""
 
 
 class LostAnswers:
@@ -16,7 +19,7 @@ class LostAnswers:
         self._processor = processor
 
     def received(self, outputs: EngineCoreOutputs) -> None:
-        """End the requests of a step whose engine died."""
+        """End the requests that do not go on."""
         for output in outputs.outputs:
             if output.result is not None and LOST in output.result:
                 self._end(output)
@@ -27,7 +30,13 @@ class LostAnswers:
             if trace.on:
                 trace.emit("request.aborted", req=output.request_id, reason="its engine died")
             self._processor.abort_requests([output.request_id])
-            state.queue.put(unavailable(output.error or ""))
+            state.queue.put(self._error(output))
+
+    def _error(self, output: EngineCoreOutput) -> APIError:
+        message, status = output.error or "", (output.result or {})[LOST]
+        return (
+            APIError(500, "InternalServerError", message, headers=_NO_RETRY) if status == 500 else unavailable(message)
+        )
 
     def close(self) -> None:
         """Nothing to do: when the last engine is gone, every request gets that error anyway."""

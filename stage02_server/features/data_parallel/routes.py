@@ -26,6 +26,8 @@ from stage03_engine.frontend.features.data_parallel.manifest import MAX_ENGINES
 
 STATE_HEADER = "X-Server-State"
 DEGRADED = "degraded"
+STALL_SECONDS = 60.0  # less than for a single engine: others can take over, and what is lost by a mistake is a restart
+GRACE_SECONDS = 0.1  # see DPLBAsyncMPClient.grace_seconds
 router, dev_router = APIRouter(), APIRouter()
 
 
@@ -93,7 +95,8 @@ def install(app: FastAPI, services: Services) -> None:
     client = services.engine.engine_core
     if not isinstance(client, DPLBAsyncMPClient):
         return  # one engine, with a load balancer in front of several servers
-    client.stall_seconds = services.args.engine_stall_seconds
+    stall = services.args.engine_stall_seconds
+    client.stall_seconds, client.grace_seconds = STALL_SECONDS if stall is None else stall, GRACE_SECONDS
     services.engine.listeners.append(LostAnswers(services.engine.output_processor))
     services.registry.register(EngineCollector(client))
     before = len(app.router.routes)

@@ -189,7 +189,7 @@ def engine_lost(args: dict[str, Any]) -> str:
     """What became of the requests of an engine that died: a `dp.engine_lost`."""
     return (
         f"Engine {args['engine']}, which had it, died: {args['again']} of its requests run again on another one, "
-        f"{args['failed']} end with an error because part of their answer had been sent; {count(args['num_ready'], 'engine')} "
+        f"{args['failed']} end with an error; {count(args['num_ready'], 'engine')} "
         f"{'is' if args['num_ready'] == 1 else 'are'} still ready."
     )
 

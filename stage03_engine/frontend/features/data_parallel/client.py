@@ -32,7 +32,7 @@ from stage03_engine.frontend.features.data_parallel.engine import (
     MakeEngine,
     share_of,
 )
-from stage03_engine.frontend.features.data_parallel.in_flight import InFlight, lost
+from stage03_engine.frontend.features.data_parallel.in_flight import InFlight
 from stage03_engine.frontend.features.data_parallel.restart import NodeLostError, RestartLimit
 from stage03_engine.frontend.features.data_parallel.states import states_event
 from stage03_engine.frontend.features.data_parallel.totals import Totals
@@ -88,6 +88,9 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
         self.preparing: list[Callable[[AsyncEngineCoreClient], Awaitable[None]]] = []
         """Called for each engine that comes later, before it gets requests: features bring it to where the others are."""
         self.stall_seconds, self.clock = 0.0, time.monotonic  # --engine-stall-seconds: set by the server before `start`
+        self.grace_seconds = 0.0
+        """From a death until its requests are sent again: engines that die together, as with their machine, must not pass them on to each
+        other, for that would look as if the requests had killed them. Set by the server."""
         self._totals = Totals()
 
     @property
@@ -325,30 +328,34 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
             )
             return self._end(error)
         own = [each for each in self._requests.values() if each.engine == engine.index]
+        for each in own:
+            each.engine_died()
         again = [each for each in own if each.can_run_again]
-        failed = [each.request.request_id for each in own if not each.can_run_again]
+        refused = [each for each in own if not each.can_run_again]
         logger.error(
-            "Engine %d: %s %d of its requests run again on another engine, %d end with an error.",
-            engine.index, error, len(again), len(failed),
+            "Engine %d: %s %d of its requests run again on another engine, %d end with an error because another engine died with them, too.",
+            engine.index, error, len(again), len(refused),
         )  # fmt: skip
         if trace.on:
             trace.emit(
-                "dp.engine_lost", engine=engine.index, message=trace_message(error), again=len(again), failed=len(failed),
+                "dp.engine_lost", engine=engine.index, message=trace_message(error), again=len(again), failed=len(refused),
                 num_ready=self.num_ready,
             )  # fmt: skip
-        for request_id in failed:
-            self._forget(request_id)
-        last, counted = [lost(request_id) for request_id in failed], self._totals.engine_ended(engine.index)
+        for each in refused:
+            self._forget(each.request.request_id)
+        last, counted = [each.refuse() for each in refused], self._totals.engine_ended(engine.index)
         self._outputs.put_nowait(EngineCoreOutputs(last, counted, engine_index=engine.index))
-        for each in again:
-            each.runs_again()
-        for each in again:
-            if each.request.request_id in self._requests:  # not aborted while the others were sent
-                await self._send(each, again=True)
         engine.num_requests = 0
         engine.drained.set()
+        self._in_background(self._send_again(again))
         if not was_draining:
             self._in_background(self._start_again(engine))
+
+    async def _send_again(self, requests: list[InFlight]) -> None:
+        await asyncio.sleep(self.grace_seconds)
+        for each in requests:
+            if each.request.request_id in self._requests:  # not aborted meanwhile
+                await self._send(each, again=True)
 
     async def _keep_looking_for_stalls(self) -> None:
         while True:
@@ -360,14 +367,15 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
     async def look_for_stalls(self) -> None:
         """An engine that has owed an answer for `stall_seconds` counts as dead: it is ended and started again. Without restarts it is
         left alone, as it may still go on."""
-        now = self.clock()
+        now, ends = self.clock(), list[Coroutine[Any, Any, None]]()
         for engine in self._alive if self._limit.most else []:
-            if engine.is_alive and engine.owes_since is not None and now - engine.owes_since > self.stall_seconds:
+            if engine.owes_since is not None and now - engine.owes_since > self.stall_seconds:
                 assert engine.reader is not None
                 engine.reader.cancel()  # whatever it still says is ignored
                 engine.client.stands_still()  # type: ignore[attr-defined]
                 why = f"It has not answered for {now - engine.owes_since:.1f} s (--engine-stall-seconds)."
-                await self._died(engine, EngineDeadError(why))
+                ends.append(self._died(engine, EngineDeadError(why)))
+        await asyncio.gather(*ends)  # side by side: none gets the requests of another
 
     def _may_start_again(self, error: EngineDeadError) -> bool:
         """The engines of a lost machine come back with it. Nothing is started again here, so there is no limit."""

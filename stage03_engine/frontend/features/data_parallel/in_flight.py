@@ -1,73 +1,89 @@
-"""A request of one of several engines: how much of its answer has been passed on, and whether it can run again on another engine."""
+"""A request of one of several engines: how much of its answer has been passed on, and how it goes on when its engine dies."""
 
 from __future__ import annotations
 
 from stage03_engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
-from stage03_engine.sampling_params import RequestOutputKind
+from stagetrace import trace
 
 LOST = "engine_lost"
-"""Key in `EngineCoreOutput.result` of a request that ends because its engine died."""
-_DIED = "The engine that wrote this answer has died; send the request again."
+"""Key in `EngineCoreOutput.result` of a request that ends because of a death. The value is the HTTP status of its error."""
+MOST_DEATHS = 2
+"""A request that was on so many engines when they died is not sent to another one: it may be what they died of."""
 _DIFFERS = (
     "The engine that wrote this answer has died, and another one continues it differently; send the request again."
 )
+_POISON = f"This request was running on {MOST_DEATHS} engines when they died; it is not tried on another one."
 
 
-def lost(request_id: str, why: str = _DIED) -> EngineCoreOutput:
-    """The last output of a request that cannot be continued."""
-    return EngineCoreOutput(request_id, [], None, FinishReason.ERROR, error=why, result={LOST: True})
+def _lost(request_id: str, why: str, status: int) -> EngineCoreOutput:
+    """The last output of a request that does not go on."""
+    return EngineCoreOutput(request_id, [], None, FinishReason.ERROR, error=why, result={LOST: status})
 
 
 class InFlight:
     """One request of an engine core.
 
-    A request that runs again with the same seed gets the same tokens. A stream does not run again once something has been passed on, because
-    the client may have it. An answer that is sent as a whole does. The front end has already detokenized its first tokens: when they
-    come again, they are compared with those and not passed on.
+    When its engine dies, it begins again on another one, from its prompt. It has a seed, its own or one that the client of the engines gave it, so
+    the same tokens come again. Those that have been passed on are compared and not passed on twice: the reader of a stream notices a
+    pause and nothing else. An answer that comes out differently ends with an error.
     """
 
-    __slots__ = ("_is_whole", "_num_again", "_tokens", "engine", "has_begun", "request")
+    __slots__ = ("_num_again", "_tokens", "engine", "num_deaths", "request")
 
     def __init__(self, request: EngineCoreRequest) -> None:
         self.request = request
         self.engine: int | None = None  # its number; None while the request has no engine
-        self.has_begun = False  # has something been passed on?
-        self._is_whole = request.sampling_params.output_kind == RequestOutputKind.FINAL_ONLY
-        self._tokens: list[int] = []  # passed on so far, if the answer is sent as a whole
+        self.num_deaths = 0  # engines that died while they had it
+        self._tokens: list[int] = []  # passed on so far
         self._num_again = 0  # how many of them have come from the present engine
 
     @property
-    def can_run_again(self) -> bool:
-        """Has the client received nothing yet?"""
-        return self._is_whole or not self.has_begun
+    def has_begun(self) -> bool:
+        """Has a token been passed on?"""
+        return bool(self._tokens)
 
-    def runs_again(self) -> None:
-        """The request begins again, on another engine."""
+    @property
+    def can_run_again(self) -> bool:
+        """Has it been on fewer dead engines than would make it a suspect?"""
+        return self.num_deaths < MOST_DEATHS
+
+    def engine_died(self) -> None:
+        """Its engine is dead. Wherever it goes now, it begins again."""
+        self.num_deaths += 1
         self.engine, self._num_again = None, 0
+
+    def refuse(self) -> EngineCoreOutput:
+        """The last output of a request that cannot run again."""
+        if trace.on:
+            trace.emit("dp.refused", req=self.request.request_id, deaths=self.num_deaths)
+        return _lost(self.request.request_id, _POISON, 500)
 
     def admit(self, output: EngineCoreOutput) -> EngineCoreOutput | None:
         """The part of this output that is new; None if nothing is."""
         if self._num_again < len(self._tokens):
             return self._new_part(output)
-        self.has_begun = True
-        if self._is_whole:
-            self._take(output.new_token_ids)
-        return output
-
-    def _take(self, token_ids: list[int]) -> None:
-        self._tokens += token_ids
+        self._tokens += output.new_token_ids
         self._num_again = len(self._tokens)
+        return output
 
     def _new_part(self, output: EngineCoreOutput) -> EngineCoreOutput | None:
         known = self._tokens[self._num_again : self._num_again + len(output.new_token_ids)]
         count = len(known)
         if output.new_token_ids[:count] != known:
-            return lost(output.request_id, _DIFFERS)
+            return self._differs(output, known)
+        if self._num_again == 0:
+            output.queued_seconds = output.result = None  # what came with the first token has been passed on
         self._num_again += count
+        if trace.on and self._num_again == len(self._tokens):
+            trace.emit("dp.resumed", req=output.request_id, engine=self.engine, tokens=self._num_again)
         output.new_token_ids = output.new_token_ids[count:]
         output.new_logprobs = output.new_logprobs and output.new_logprobs[count:]
-        output.queued_seconds = output.result = None  # they came with the first token
-        if not output.new_token_ids and output.finish_reason is None:
-            return None
-        self._take(output.new_token_ids)
-        return output
+        self._tokens += output.new_token_ids
+        self._num_again += len(output.new_token_ids)
+        return output if output.new_token_ids or output.finish_reason is not None else None
+
+    def _differs(self, output: EngineCoreOutput, known: list[int]) -> EngineCoreOutput:
+        if trace.on:
+            same = next(i for i, (new, old) in enumerate(zip(output.new_token_ids, known)) if new != old)
+            trace.emit("dp.differed", req=output.request_id, engine=self.engine, token=self._num_again + same)
+        return _lost(output.request_id, _DIFFERS, 503)

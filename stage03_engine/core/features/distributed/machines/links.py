@@ -27,7 +27,6 @@ class WorkerRouter(WorkerLinks):
             self._context.destroy(linger=0)
             raise
         self.address = self._listener.address
-        self._listener.socket.disable_monitor()  # nobody reads it here: see Listener.refused
         self._listener.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to a worker that is gone is an error
 
     def send(self, rank: int, message: Message) -> None:
