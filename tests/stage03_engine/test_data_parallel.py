@@ -264,7 +264,9 @@ def test_an_abort_is_counted_for_the_engine_that_had_the_request() -> None:
     async def test() -> None:
         config, registry = config_of(3), CollectorRegistry()
         client = DPLBAsyncMPClient(config, Engines())
-        llm = AsyncLLM.from_vllm_config(config, client=client, stat_loggers=[PrometheusStatLogger(config, registry, "m")])
+        llm = AsyncLLM.from_vllm_config(
+            config, client=client, stat_loggers=[PrometheusStatLogger(config, registry, "m")]
+        )
         await llm.start()
         try:
             for name in "abcd":

@@ -116,14 +116,17 @@ class PipelineFlags:
         layer_partition(config.shape.num_layers, config.parallel_config.pipeline_parallel_size)
         device = config.device_config
         for refused, why in (
-            ("generate" not in config.supported_tasks, "is for models that generate text; leave it out for this one"),
+            (
+                "generate" not in config.supported_tasks,
+                "is for models that generate text, because the last stage answers with tokens alone; leave it out for this one",
+            ),
             (
                 config.scheduler_config.scheduler_cls != PIPELINE_SCHEDULER,
-                "brings its own scheduler: leave out scheduler_cls, or pipeline_parallel_size",
+                "brings its own scheduler, which knows what is in flight: leave out scheduler_cls, or pipeline_parallel_size",
             ),
             (
                 device.attention_backend == "triton" and not getattr(device, "enforce_eager", True),
-                "needs enforce_eager: a CUDA graph has no room for what stages send each other",
+                "needs enforce_eager: a CUDA graph replays the kernels of one GPU, and between them stages wait for each other",
             ),
         ):
             if refused:
@@ -163,6 +166,7 @@ class ParallelFlags(PipelineFlags):
             "executor": [EXECUTORS.get(executor, OWN_EXECUTOR)] if executor != "uni" else [],
             "runner": [_ROOM + "parallel_model:ParallelModelHook"] * several,
             "core": [_ROOM + "pipeline_core:PipelineEngineCore"] * (parallel.pipeline_parallel_size > 1),
+            "core_proc": [_ROOM + "launched_lane:refuse_engine_process"] * (executor == "external_launcher"),
             # before the one that opens the trace
             "trace": [_ROOM + "launched_lane:name_lane"]
             * (several and executor == "external_launcher" and _is_traced(config)),
@@ -240,7 +244,10 @@ FEATURE = Feature(
     help="several workers for one model: tensor parallelism, pipeline stages, processes, Ray, torchrun, several machines",
     room=__package__,
     settings={"SchedulerConfig": PipelineStages, "VllmConfig": ParallelFlags},
-    parts=(Part("replay", PIPELINE_SCHEDULER, key=PIPELINE_SCHEDULER),),
+    parts=(
+        Part("replay", PIPELINE_SCHEDULER, key=PIPELINE_SCHEDULER),
+        Part("serve", ".launched_lane:check_serve", key="check"),
+    ),
     conflicts={
         ("pipeline_parallel_size", "async_scheduling"): "the steps of several stages overlap already",
         ("pipeline_parallel_size", "speculative_config"): "only the last stage would know which drafts were accepted",

@@ -116,7 +116,7 @@ class RayDistributedExecutor(SeveralWorkers):
         self.config = config
         self._ray = ray
         every = all_ranks(config)
-        self.lanes = [lane_of(each) for each in every]
+        self.lanes = [lane_of(config, each) for each in every]
         self._output_rank = next(each.rank for each in every if each.is_last_stage)
         self._actors: list[Any] = []
         self._group: Any = None

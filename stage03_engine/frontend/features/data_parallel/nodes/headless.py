@@ -26,7 +26,7 @@ from stage03_engine.errors import ConfigError, EngineStartError, StagesError
 from stage03_engine.frontend.core_client import bind_sockets
 from stage03_engine.frontend.engine_process import EngineProcess
 from stage03_engine.frontend.features.data_parallel.devices import own_devices
-from stage03_engine.frontend.features.data_parallel.engine import share_of
+from stage03_engine.frontend.features.data_parallel.engine import numbered, share_of
 from stage03_engine.frontend.features.data_parallel.manifest import DataParallelConfig
 from stage03_engine.frontend.features.data_parallel.nodes.facts import facts_of
 from stage03_engine.frontend.features.data_parallel.nodes.head import LAST_WORDS_MS, drain, join_seconds
@@ -108,7 +108,7 @@ class _Launch:
             if self._is_over:
                 raise EngineStartError("this start was overtaken by another")
             with own_devices(config, place):
-                self.process = EngineProcess(config, self.engine)
+                self.process = EngineProcess(numbered(config, self.engine), self.engine)
             return self.process
 
     def end(self) -> None:
