@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import re
 import shutil
@@ -40,7 +41,7 @@ def events_of(lines: list[str]) -> list[str]:
 @pytest.mark.parametrize("run", RUNS)
 def test_view_has_a_line_for_every_event_in_causal_order(run: str, command) -> None:
     events = read_run(RECORDED / run).events
-    lines = events_of(command("view", str(RECORDED / run), "--width", "300"))  # a column for each process
+    lines = events_of(command("view", str(RECORDED / run), "--unfold", "--width", "300"))  # a column for each process
     assert len(lines) == len(events)
     start = min(event.ts for event in events)
     for line, event in zip(lines, events, strict=True):
@@ -50,6 +51,40 @@ def test_view_has_a_line_for_every_event_in_causal_order(run: str, command) -> N
         assert event.step is None or f" {event.step} " in line
     columns = {event.pid: line.index(event.name) for line, event in zip(lines, events, strict=True) if "◀" not in line}
     assert len(set(columns.values())) == len(columns) > 1  # each process its own
+
+
+@pytest.mark.parametrize("run", ["tp2", "pp2"])
+def test_view_folds_the_exchanges_of_a_worker_in_a_row(run: str, command) -> None:
+    """Nothing else is folded, and nothing that stages send each other."""
+    unfolded, folded = (events_of(command("view", str(RECORDED / run), *more)) for more in (["--unfold"], []))
+    rows = [line for line in folded if "exchanges=" in line]
+    assert [line for line in folded if line not in rows] == [
+        line for line, event in zip(unfolded, read_run(RECORDED / run).events, strict=True) if not is_layers(event)
+    ]
+    found: dict[tuple[str, int, str], int] = {}
+    for events in by_process(run):
+        for same, group in itertools.groupby(
+            events, lambda event: is_layers(event) and (event.step, event.args["kind"])
+        ):
+            if same:
+                key = (events[0].proc, *same)
+                found[key] = found.get(key, 0) + sum(event.args["bytes"] for event in group if event.ph == "B")
+    assert len(rows) == len(found) and bool(found) == (run == "tp2")
+    assert sum(int(re.search(r"bytes=(\d+)", line)[1]) for line in rows) == sum(found.values())
+    if found:
+        step = events_of(command("view", str(RECORDED / run), "--step", "1", "--name", "worker.collective"))
+        assert [re.search(r"exchanges=(\d+) kind=(\w+)", line).groups() for line in step] == [
+            ("13", "all_reduce"), ("13", "all_reduce"), ("1", "all_gather"), ("1", "all_gather"),
+        ]  # fmt: skip
+
+
+def is_layers(event: Event) -> bool:
+    return event.name == "worker.collective" and event.args["kind"] in ("all_reduce", "all_gather")
+
+
+def by_process(run: str) -> list[list[Event]]:
+    events = sorted(read_run(RECORDED / run).events, key=lambda event: (event.pid, event.seq))
+    return [list(group) for _, group in itertools.groupby(events, lambda event: event.pid)]
 
 
 @pytest.mark.parametrize("width", [40, 80, 120, 200])
