@@ -17,6 +17,7 @@ from stagetrace import Event, Recording, read_run, tell
 from stagetrace.__main__ import main
 from stagetrace.event import encode_line
 from stagetrace.read.columns import Columns
+from stagetrace.read.folding import Folding
 from stagetrace.read.terminal import short_id
 
 RECORDED = Path(__file__).parents[2] / "trace" / "recorded"
@@ -76,6 +77,21 @@ def test_view_folds_the_exchanges_of_a_worker_in_a_row(run: str, command) -> Non
         assert [re.search(r"exchanges=(\d+) kind=(\w+)", line).groups() for line in step] == [
             ("13", "all_reduce"), ("13", "all_reduce"), ("1", "all_gather"), ("1", "all_gather"),
         ]  # fmt: skip
+
+
+def test_a_row_of_exchanges_ends_with_its_kind_and_its_step() -> None:
+    """Also where nothing comes between two rows; one that is cut off is shown with what there is."""
+    made = [("all_reduce", 1), ("all_reduce", 1), ("all_gather", 1), ("all_reduce", 2)]
+    events = [
+        Event(1, 0, 1_000_000 * (2 * place + (ph == "E")), 7, "Worker_TP0", ph, "worker.collective", 8, "f:1", step=step, args={"kind": kind, "bytes": 10})
+        for place, (kind, step) in enumerate(made)
+        for ph in "BE"
+    ][:-1]  # fmt: skip
+    folding = Folding()
+    rows = [row for event in events for row in folding.feed(event)]
+    assert [(row.step, row.args["kind"], row.args["exchanges"], row.args["ms"]) for row in [*rows, *folding.finish()]] == [
+        (1, "all_reduce", 2, 2.0), (1, "all_gather", 1, 1.0), (2, "all_reduce", 1, 0.0),
+    ]  # fmt: skip
 
 
 def is_layers(event: Event) -> bool:
