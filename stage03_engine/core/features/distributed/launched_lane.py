@@ -28,9 +28,3 @@ def refuse_engine_process(*init: object) -> NoReturn:
         "distributed_executor_backend external_launcher is for LLM(...) and `python -m stage03_engine generate`, where every process gets "
         "all requests; a server gets them in one process only: use mp"
     )
-
-
-def check_serve(config: VllmConfig) -> None:
-    """Called before a server starts anything. Raises ConfigError."""
-    if config.parallel_config.executor == "external_launcher":
-        refuse_engine_process()
