@@ -13,7 +13,7 @@ DEV    := .venv/.dev
 unexport PYTHONDONTWRITEBYTECODE
 INSTALL := PIP_NO_COMPILE=1 $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: serve test venv lint bench race recordings notebooks notebooks-build slides clean
+.PHONY: serve test venv lint bench race recordings notebooks notebooks-build slides book clean
 
 serve: $(SERVE)  ## serve MODEL on HOST:PORT; ARGS are further flags of `serve`
 	exec $(BIN)/python -m stage02_server serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
@@ -46,6 +46,9 @@ notebooks-build: $(DEV)  ## execute the notebooks' sources and write the .ipynb 
 slides: $(DEV)  ## slides of the built notebooks, one HTML file each in notebooks/slides; ARGS names some of them, e.g. 00
 	$(BIN)/python notebooks/build.py --slides $(ARGS)
 
+book: .venv/.book  ## READMEs, notebooks, players and code as one site in build/book; ARGS goes to `stages book`, e.g. "--open"
+	$(BIN)/python -m stage01_cli book $(ARGS)
+
 recordings: $(DEV)  ## make trace/recorded/ again; ARGS are names of runs
 	$(BIN)/python trace/record.py $(ARGS)
 
@@ -61,6 +64,10 @@ $(SERVE): pyproject.toml constraints.txt
 
 $(DEV): $(SERVE)
 	$(INSTALL) '.[dev]'
+	touch $@
+
+.venv/.book: $(SERVE)
+	$(INSTALL) '.[book]'
 	touch $@
 
 .venv/.notebooks: $(SERVE)

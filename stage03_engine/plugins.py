@@ -120,6 +120,7 @@ INDEX: tuple[str | Feature, ...] = (
     "stage01_cli.tools.course",
     "stage01_cli.tools.walk",
     "stage01_cli.tools.lab",
+    "stage01_cli.tools.book",
     "stage01_cli.tools.napkin",
 )
 """The rooms, each with a manifest (or the manifest itself). Features come into effect in this order, except where one says `after`."""

@@ -142,6 +142,7 @@ MODEL, FLAGS, COMPILER = (
     "what a compiler of kernels wrote",
 )
 NEVER: dict[str, str] = {  # the beginning of a line of `expressions`: what it meets instead
+    "stage01_cli/tools/book/": FLAGS,
     "stage01_cli/tools/course/": FLAGS,
     r"stage02_server/features/audio/serving.py: <\|([a-z]{2,3})\|>": MODEL,
     "stage02_server/features/dry_run/memory.py: ": MODEL,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import load
-from stage03_engine.tracing import open_trace
 
 ENGINES = "stage03_engine.frontend.features.data_parallel.nodes.headless:run_engines"
 WORKERS = "stage03_engine.core.features.distributed.machines.node:run_node"
@@ -14,7 +13,6 @@ WORKERS = "stage03_engine.core.features.distributed.machines.node:run_node"
 def run_headless(config: VllmConfig) -> int:
     """Work until the server elsewhere ends; returns the exit code. Raises StagesError."""
     if getattr(getattr(config, "parallel_config", None), "nnodes", 1) > 1:
-        open_trace(config)
         return int(load(WORKERS)(config))
     if getattr(getattr(config, "data_parallel_config", None), "data_parallel_size", 1) > 1:
         return int(load(ENGINES)(config))

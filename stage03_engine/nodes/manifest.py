@@ -36,4 +36,5 @@ FEATURE = Feature(
     settings={"VllmConfig": NodeFlags},
     parts=(Part("serve", ".headless:run_headless", key="run_headless"),),
     variables=("STAGES_NODE_SECRET",),
+    events=("node.join_sent", "node.joined", "node.listening", "node.lost", "node.welcomed"),
 )

@@ -19,8 +19,9 @@ from echo_engine_process import PATCH
 from patience import PATIENCE, wait_until
 from server_under_test import ServerProcess, events
 
-from stage03_engine.frontend.features.data_parallel.nodes.messages import Bye, EngineGone, Join, encode, launch_frame
+from stage03_engine.frontend.features.data_parallel.nodes.messages import EngineGone, launch_frame
 from stage03_engine.messages import ENGINE_CORE_DEAD
+from stage03_engine.nodes.messages import Bye, Join, encode
 from stage03_engine.nodes.secure_sockets import Connection, NodeSecret
 from stagetrace import read_run
 
@@ -200,7 +201,7 @@ def test_who_has_the_secret_but_speaks_nonsense_harms_nobody(service: Service) -
     ):  # fmt: skip
         connection.socket.send_multipart(frames)
     service.head.wait_for(
-        "Node liar cannot join: version is .* on the head and unknown on the node, model is gpt2-tiny on the head"
+        "Node liar cannot join: version is .* on the head and unknown on the node, torch's version is "
     )
     first, answer = connection.socket.recv_multipart()
     assert first == b"" and b"unknown on the node" in answer
@@ -318,7 +319,7 @@ def test_a_node_without_a_head_gives_up(tmp_path: Path) -> None:
     with closing(node):
         assert node.wait() == 1
         assert node.lines[-1] == (
-            f"stages: error: no head answers at 127.0.0.1:{port} (--data-parallel-address, --data-parallel-rpc-port)"
+            f"stages: error: no head answered at 127.0.0.1:{port} within 1 s (--data-parallel-address, --data-parallel-rpc-port)"
         )
 
 

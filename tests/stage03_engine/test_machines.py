@@ -33,12 +33,13 @@ from stage03_engine.core.features.distributed.machines.addresses import (
     environment_with_secret,
 )
 from stage03_engine.core.features.distributed.machines.head import Nodes
-from stage03_engine.core.features.distributed.machines.messages import NodeHello, NodeRefused, encode
-from stage03_engine.core.features.distributed.machines.sameness import difference, must_agree
+from stage03_engine.core.features.distributed.machines.messages import JoinEngine, StartWorkers
 from stage03_engine.errors import ConfigError, EngineDeadError, StagesError
 from stage03_engine.llm import LLM
 from stage03_engine.model_path import BUNDLED_FOLDER
 from stage03_engine.nodes.manifest import NodeConfig
+from stage03_engine.nodes.messages import CONTROL, encode
+from stage03_engine.nodes.sameness import differences, facts_of
 from stage03_engine.nodes.secure_sockets import Connection
 from stage03_engine.sampling_params import SamplingParams
 from stagetrace import read_run
@@ -97,9 +98,9 @@ def machine(port: int, *flags: str, model: str = "gpt2-tiny", rank: int = 1) -> 
         psutil.wait_procs(children, timeout=PATIENCE)
 
 
-def error_of(process: ServerProcess) -> str:
-    """The one line with which a machine ended."""
-    assert process.wait() == 2, process.lines
+def error_of(process: ServerProcess, code: int = 2) -> str:
+    """The one line with which a machine ended: 2 for what it was started with, 1 for what happened to it."""
+    assert process.wait() == code, process.lines
     errors = [line for line in process.lines if line.startswith("stages: error:")]
     assert len(errors) == 1 and not any("Traceback" in line for line in process.lines), process.lines
     return errors[0]
@@ -167,21 +168,21 @@ def test_machines_that_do_not_fit_are_refused_and_the_right_one_is_welcome(
     head = threading.Thread(target=engine)
     head.start()
     with machine(port, model=str(other_model)) as other:
-        assert "refuses this machine: the model's weights: model.safetensors" in error_of(other)
+        assert "refuses this node: weights is model.safetensors" in error_of(other)
     with machine(port, "--load-format", "dummy") as other:
-        assert "refuses this machine: load_format: safetensors on the head, dummy there" in error_of(other)
+        assert "refuses this node: load_format is safetensors on the head and dummy on the node" in error_of(other)
     with machine(port, "--nnodes", "3") as other:
-        assert "refuses this machine: nnodes is 2 on the head, 3 there" in error_of(other)
+        assert "refuses this node: nnodes is 2 on the head and 3 on the node" in error_of(other)
     monkeypatch.setenv("STAGES_NODE_SECRET", "another secret of these tests")
     with machine(port) as other:
-        assert "has another secret, or only one of the two machines has one" in error_of(other)
+        assert "refuses this node: the secrets differ, or only one side has one" in error_of(other, 1)
     with machine(port, "--no-node-secret-required") as other:
-        assert "has another secret, or only one of the two machines has one" in error_of(other)
+        assert "refuses this node: the secrets differ, or only one side has one" in error_of(other, 1)
     monkeypatch.setenv("STAGES_NODE_SECRET", SECRET)
     with machine(port) as right:
-        right.wait_for("Running Worker_TP1 for")
+        right.wait_for("Running Worker_TP1 for 127")
         with machine(port) as second:
-            assert "refuses this machine: another machine has node_rank 1 already" in error_of(second)
+            assert "refuses this node: node_rank 1 is taken by node " in error_of(second)
         asked.set()
         head.join(PATIENCE)
         assert found == [expected] and right.wait() == 0, right.lines
@@ -189,16 +190,16 @@ def test_machines_that_do_not_fit_are_refused_and_the_right_one_is_welcome(
 
 def test_what_differs_is_named() -> None:
     config = EngineArgs.from_kwargs(model="gpt2-tiny")
-    here = must_agree(config)
-    assert difference(here, must_agree(config)) is None
-    there = here | {"the version of torch": "1.0"}
-    assert difference(here, there) == f"the version of torch: {here['the version of torch']} on the head, 1.0 there"
+    here = facts_of(config)
+    assert differences(here, facts_of(config)) == ""
+    there = here | {"torch's version": "1.0"}
+    own = here["torch's version"]
+    assert differences(here, there) == f"torch's version is {own} on the head and 1.0 on the node"
     smaller = replace(config, model_config=replace(config.model_config, shape=replace(config.shape, num_layers=5)))
-    assert difference(here, must_agree(smaller)) == "the model's num_layers: 6 on the head, 5 there"
-    assert (
-        difference(here, {})
-        == f"the version of vllm-in-stages: {here['the version of vllm-in-stages']} on the head, unknown there"
-    )
+    assert differences(here, facts_of(smaller)) == "the model's num_layers is 6 on the head and 5 on the node"
+    many = differences(here, {})
+    assert many.startswith(f"version is {here['version']} on the head and unknown on the node, ")
+    assert many.count(" on the head ") == 3 and many.endswith(f" (and {len(here) - 3} more)")
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -249,15 +250,21 @@ def test_a_worker_finds_the_file_with_the_secret(monkeypatch: pytest.MonkeyPatch
 def test_a_thread_that_fails_ends_the_engine(port: int) -> None:
     """A bug while the head listens must not leave the engine waiting for machines that nobody hears."""
 
-    def welcome(hello: NodeHello) -> NodeRefused:
-        raise ZeroDivisionError(hello.node_rank)
+    def welcome(join: JoinEngine) -> StartWorkers:
+        raise ZeroDivisionError(join.name)
 
     reasons: queue.Queue[str] = queue.Queue()
-    nodes = Nodes(f"tcp://127.0.0.1:{port}", None, welcome, lambda lane, code: None, reasons.put)
+    settings = {**SETTINGS, **TWO, "master_port": port, "node_secret_required": False}
+    config = EngineArgs.from_kwargs(model="gpt2-tiny", **settings)
+    nodes = Nodes(config, welcome, lambda lane, code: None, reasons.put)
+    nodes.start()
     context = zmq.Context()
-    connection = Connection(context, zmq.DEALER, nodes._listener.address, None, b"node1")
+    connection = Connection(context, zmq.DEALER, nodes.address, None, b"node1")
     try:
-        connection.socket.send(encode(NodeHello(1, 2, {}, None, None, None)))
+        join = JoinEngine(
+            "1", [1], facts_of(config), 0, nnodes=2, model_path=None, tokenizer_path=None, num_threads=None
+        )
+        connection.send(CONTROL, encode(join))
         assert "ZeroDivisionError" in reasons.get(timeout=PATIENCE)
     finally:
         connection.close()
@@ -281,7 +288,9 @@ def test_a_machine_that_never_comes(port: int) -> None:
 
 def test_a_head_that_never_comes(port: int) -> None:
     with machine(port, "--distributed-timeout-seconds", "1") as other:
-        assert f"the head at tcp://127.0.0.1:{port + 1} did not answer within 1 s; is it running?" in error_of(other)
+        assert error_of(other, 1).endswith(
+            f"no head answered at 127.0.0.1:{port + 1} within 1 s (--master-addr, --master-port)"
+        )
 
 
 def end_of(llm: LLM) -> str:
@@ -299,7 +308,7 @@ def test_a_worker_that_is_killed_elsewhere_ends_the_engine_with_its_name(port: i
         worker_of(other).kill()
         assert end_of(llm).startswith("Worker_TP1 ended unexpectedly with exit code -9 (killed")
         llm.shutdown()
-        assert f"the engine at tcp://127.0.0.1:{port + 1} ended: Worker_TP1 ended unexpectedly" in error_of(other)
+        assert f"the head at 127.0.0.1:{port + 1} ended: Worker_TP1 ended unexpectedly" in error_of(other, 1)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
@@ -308,8 +317,8 @@ def test_a_machine_that_ends_ends_the_engine(how: signal.Signals, port: int) -> 
         tokens(llm)
         worker = worker_of(other)
         other.process.send_signal(how)
-        why = "is gone: its process was killed, or the network is cut" if how == signal.SIGKILL else "was told to stop"
-        assert end_of(llm) == f"machine 1 {why}"
+        why = "it was killed, or the network to it is cut" if how == signal.SIGKILL else "it was told to end"
+        assert end_of(llm) == f"machine 1 is lost: {why}"
         wait_until(lambda: is_gone(worker), "its worker stays")
         assert other.wait() == (-9 if how == signal.SIGKILL else 0)
 
@@ -326,5 +335,5 @@ def test_a_head_that_is_killed_leaves_nothing_behind(port: int) -> None:
         finally:
             head.kill()
             head.communicate()
-        assert f"the head at tcp://127.0.0.1:{port + 1} is gone" in error_of(other)
+        assert f"the head at 127.0.0.1:{port + 1} is lost" in error_of(other, 1)
         wait_until(lambda: all(map(is_gone, workers)), "a worker stays")

@@ -235,11 +235,6 @@ FEATURE = Feature(
         "dp.engines",
         "dp.routed",
         "dp.scaled",
-        "node.join_sent",
-        "node.joined",
-        "node.listening",
-        "node.lost",
-        "node.welcomed",
         "request.aborted",
     ),
 )

@@ -1,8 +1,8 @@
 """One engine on several machines (`--nnodes 2`), seen from machine 0, where the engine is.
 
     machine 0                                             machine 1: serve MODEL --headless --nnodes 2 --node-rank 1
-    EngineCore -> MultiNodeExecutor                       Node -> starts and watches its workers
-                    ├─ Nodes          ROUTER  <──────────── DEALER   hello, who ended, stop
+    EngineCore -> MultiNodeExecutor                       WorkerNode -> starts and watches its workers
+                    ├─ Nodes          ROUTER  <──────────── DEALER   join, who ended, bye
                     └─ ROUTER ─┬─> DEALER  Worker_TP0
                                └──────────────────────────> DEALER   Worker_TP1
 
@@ -14,14 +14,10 @@ from __future__ import annotations
 
 import logging
 import socket
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
-import msgspec
-import zmq
-
+from stage03_engine.config import VllmConfig
 from stage03_engine.core.features.distributed.machines.addresses import (
     environment_with_secret,
     head_address,
@@ -31,122 +27,69 @@ from stage03_engine.core.features.distributed.machines.addresses import (
 )
 from stage03_engine.core.features.distributed.machines.links import WorkerRouter
 from stage03_engine.core.features.distributed.machines.messages import (
-    NodeHello,
-    NodeInit,
-    NodeLeft,
-    NodeRefused,
-    NodeStop,
-    Ping,
+    JoinEngine,
+    StartWorkers,
     WorkerEnded,
-    decode_from_node,
-    encode,
+    decode_report,
 )
-from stage03_engine.core.features.distributed.machines.sameness import difference, must_agree
 from stage03_engine.core.features.distributed.multiproc_executor import MultiprocExecutor, WorkerProcesses
 from stage03_engine.core.features.distributed.worker_messages import WorkerInit
 from stage03_engine.errors import ConfigError
-from stage03_engine.messages import MALFORMED
-from stage03_engine.nodes.secure_sockets import WARN_SECONDS, Listener, NodeSecret, read_secret
+from stage03_engine.nodes.hub import Hub
+from stage03_engine.nodes.messages import Bye, Join
+from stage03_engine.nodes.sameness import facts_of
+from stage03_engine.nodes.secure_sockets import read_secret
 from stagetrace import trace
 
 logger = logging.getLogger(__name__)
-PING_SECONDS = 0.5
-FAREWELL_MS = 1000
 
 
-class Nodes:
-    """The other machines. A thread owns the socket to them. It calls `welcome` when one joins, `ended` when a worker ends, and `lost` when a machine is gone."""
+class Nodes(Hub[WorkerEnded]):
+    """The other machines of one engine. In its thread it calls `welcome` when one joins, `ended` when a worker ends, and `fail` when a machine is gone."""
+
+    FLAGS = "--master-addr, --master-port"
 
     def __init__(
-        self, address: str, secret: NodeSecret | None, welcome: Callable[[NodeHello], NodeInit | NodeRefused],
-        ended: Callable[[str, int], None], lost: Callable[[str], object],
+        self, config: VllmConfig, welcome: Callable[[JoinEngine], StartWorkers], ended: Callable[[str, int], None],
+        fail: Callable[[str], object],
     ) -> None:  # fmt: skip
-        self._context = zmq.Context()
-        try:
-            self._listener = Listener(self._context, zmq.ROUTER, address, secret)
-        except BaseException:
-            self._context.destroy(linger=0)
-            raise
-        self._listener.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._welcome, self._ended, self._lost = welcome, ended, lost
-        self._there: dict[bytes, int] = {}  # name of the connection -> number of the machine
-        self._stopping, self._why = threading.Event(), ""
-        self._thread = threading.Thread(target=self._run, name="nodes", daemon=True)
-        self._thread.start()
+        """Raises ConfigError if it cannot listen."""
+        self._parallel = parallel = config.parallel_config
+        self._welcome, self._ended, self._fail = welcome, ended, fail
+        super().__init__(config, tcp(head_address(parallel), nodes_port(parallel)), facts_of(config))
+        logger.info(
+            "Listening on %s for %d other machines: stages serve MODEL --headless --nnodes %d --node-rank N --master-addr %s --master-port %d",
+            self.address, parallel.nnodes - 1, parallel.nnodes, parallel.master_addr, parallel.master_port,
+        )  # fmt: skip
 
-    def _run(self) -> None:
-        try:
-            self._listen()
-        except Exception as error:  # a bug of ours must end the engine, not leave it waiting
-            logger.exception("the thread that hears the other machines failed")
-            self._lost(f"the thread that hears the other machines failed: {error!r}")
+    def decode(self, payload: bytes) -> JoinEngine | Bye | WorkerEnded:
+        return decode_report(payload)
 
-    def _listen(self) -> None:
-        poller, next_ping, next_warning = zmq.Poller(), 0.0, 0.0
-        for each in (self._listener.socket, self._listener.monitor):
-            poller.register(each, zmq.POLLIN)
-        while not self._stopping.is_set():
-            ready = dict(poller.poll(100))
-            if self._listener.monitor in ready and self._listener.refused() and time.monotonic() >= next_warning:
-                next_warning = time.monotonic() + WARN_SECONDS
-                logger.warning("Refused a connection to %s: its secret is another one.", self._listener.address)
-            if self._listener.socket in ready:
-                self._read(*self._listener.socket.recv_multipart()[:2])
-            if time.monotonic() >= next_ping:
-                self._ping()
-                next_ping = time.monotonic() + PING_SECONDS
-        for name in self._there:
-            self._send(name, NodeStop(self._why))
+    def problem(self, join: Join) -> str:
+        assert isinstance(join, JoinEngine)
+        if join.nnodes != self._parallel.nnodes:
+            return f"nnodes is {self._parallel.nnodes} on the head and {join.nnodes} on the node"
+        [node] = join.numbers
+        if not 0 < node < join.nnodes:
+            return f"node_rank {node} is not that of another machine"
+        if (owner := self.peer_of(node)) is not None:
+            return f"node_rank {node} is taken by node {self.nodes[owner].name}"
+        return ""
 
-    def _read(self, name: bytes, payload: bytes) -> None:
-        try:
-            message = decode_from_node(payload)
-        except MALFORMED as error:
-            logger.warning("Ignored a malformed message of another machine: %s", error)
-            return
-        if isinstance(message, NodeHello):
-            answer = self._welcome_once(message)
-            if self._send(name, answer) and isinstance(answer, NodeInit):
-                self._there[name] = message.node_rank
-                logger.info("Machine %d is here, for %s.", message.node_rank, ", ".join(answer.workers.values()))
-        elif name in self._there and isinstance(message, WorkerEnded):
-            self._ended(message.lane, message.exit_code)
-        elif isinstance(message, NodeLeft) and (node := self._there.pop(name, None)) is not None:
-            self._lost(f"machine {node} was told to stop")
+    def joined(self, peer: bytes, join: Join) -> None:
+        assert isinstance(join, JoinEngine)
+        start = self._welcome(join)
+        if self.send(peer, start):
+            logger.info("Node %s has joined, for %s.", join.name, ", ".join(start.workers.values()))
 
-    def _welcome_once(self, hello: NodeHello) -> NodeInit | NodeRefused:
-        if hello.node_rank in self._there.values():
-            why = f"another machine has node_rank {hello.node_rank} already"
-            logger.warning("Refused a machine: %s.", why)
-            return NodeRefused(why)
-        return self._welcome(hello)
+    def heard(self, peer: bytes, report: WorkerEnded) -> None:
+        self._ended(report.lane, report.exit_code)
 
-    def _ping(self) -> None:
-        """When a process ends, its system closes its connections; when a machine is gone, ZMQ closes them after some seconds."""
-        for name, node in list(self._there.items()):
-            if not self._send(name, Ping()):
-                del self._there[name]
-                self._lost(f"machine {node} is gone: its process was killed, or the network is cut")
+    def lost(self, join: Join, why: str) -> None:
+        self._fail(f"machine {join.numbers[0]} is lost: {why}")
 
-    def _send(self, name: bytes, message: msgspec.Struct) -> bool:
-        """False if the machine is gone."""
-        try:
-            self._listener.socket.send_multipart([name, encode(message)])
-        except zmq.ZMQError:
-            return False
-        return True
-
-    def close(self, why: str) -> None:
-        """Tell the machines that the engine ends, and why if it should not. May be called twice."""
-        if self._stopping.is_set():
-            return
-        self._why = why
-        self._stopping.set()
-        self._thread.join()
-        self._listener.socket.disable_monitor()
-        self._listener.socket.close(linger=FAREWELL_MS)
-        self._listener.close()
-        self._context.destroy(linger=0)
+    def failed(self, why: str) -> None:
+        self._fail(why)
 
 
 class WorkersOfMachines(WorkerProcesses):
@@ -158,26 +101,19 @@ class WorkersOfMachines(WorkerProcesses):
             raise ConfigError(
                 f"node_rank {parallel.node_rank} has no engine of its own: start it with `stages serve MODEL --headless`"
             )
-        self._hosts: dict[int, NodeHello] = {}
-        self._agreed = must_agree(self.config)
+        self._hosts: dict[int, JoinEngine] = {}
         self._head, secret = head_address(parallel), read_secret(self.config.node_config)
         self._check_port(parallel.master_port)
         self._links = router = WorkerRouter(tcp(self._head, "*"), secret, len(self.lanes))
         self._address = router.address
-        meet = tcp(self._head, nodes_port(parallel))
-        self._nodes = Nodes(meet, secret, self._welcome, self._ended, lambda why: self._fail(why, killed=True))
-        logger.info(
-            "Listening on %s for %d other machines: stages serve MODEL --headless --nnodes %d --node-rank N --master-addr %s --master-port %d",
-            meet, parallel.nnodes - 1, parallel.nnodes, parallel.master_addr, parallel.master_port,
-        )  # fmt: skip
+        self._nodes = Nodes(self.config, self._welcome, self._ended, lambda why: self._fail(why, killed=True))
+        self._nodes.start()
         logger.warning(
             "torch.distributed listens unprotected at port %d of all addresses of this machine; use a network that nobody else is on.",
             parallel.master_port,
         )
         if secret is None:
-            logger.warning(
-                "%s and %s listen unprotected: whoever reaches them can use the engine.", meet, self._address
-            )
+            logger.warning("%s listens unprotected: whoever reaches it can use the engine.", self._address)
         environment = self._environment(interface_towards(self._head))
         for rank in range(parallel.local_world_size):
             self._spawned.start(rank, self.lanes[rank], environment, self._address)
@@ -192,20 +128,11 @@ class WorkersOfMachines(WorkerProcesses):
     def _environment(self, interface: str | None) -> dict[str, str]:
         return environment_with_secret(super()._environment(interface), self.config.node_config)
 
-    def _welcome(self, hello: NodeHello) -> NodeInit | NodeRefused:
+    def _welcome(self, join: JoinEngine) -> StartWorkers:
         """In the thread of `Nodes`."""
-        parallel, node = self.config.parallel_config, hello.node_rank
-        if hello.nnodes != parallel.nnodes:
-            why = f"nnodes is {parallel.nnodes} on the head, {hello.nnodes} there"
-        elif not 0 < node < parallel.nnodes:
-            why = f"node_rank {node} is not that of another machine"
-        elif not (why := difference(self._agreed, hello.agreed) or ""):
-            self._hosts[node] = hello
-            count = parallel.local_world_size
-            ranks = range(node * count, (node + 1) * count)
-            return NodeInit({rank: self.lanes[rank] for rank in ranks}, self._address)
-        logger.warning("Refused machine %d: %s.", node, why)
-        return NodeRefused(why)
+        [node], count = join.numbers, self.config.parallel_config.local_world_size
+        self._hosts[node] = join
+        return StartWorkers({rank: self.lanes[rank] for rank in range(node * count, (node + 1) * count)}, self._address)
 
     def _init_of(self, rank: int) -> WorkerInit:
         parallel = self.config.parallel_config

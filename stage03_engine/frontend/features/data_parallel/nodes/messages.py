@@ -1,7 +1,7 @@
-"""What the head and the other machines tell each other: msgpack over one connection per machine, never pickle.
+"""What the head and machines with engines tell each other, beside what all machines do (stage03_engine/nodes/messages.py).
 
-A message is two frames or more. If the first is `CONTROL`, the second is one of the types below. Else the first names a launch of an
-engine, and the rest is what the engine's own sockets carry (messages.py of stage 3), passed on unread.
+The first frame of what is no control message names a launch of an engine; the rest is what the engine's own sockets carry (messages.py of
+stage 3), passed on unread.
 """
 
 from __future__ import annotations
@@ -12,36 +12,14 @@ from collections.abc import Sequence
 import msgspec
 
 from stage03_engine.messages import EngineReady
+from stage03_engine.nodes.messages import Bye, Join, Ping, Refusal, Welcome
 
-CONTROL = b""
+EQUAL = (
+    "dtype", "hf_overrides", "kv_cache_dtype", "enable_lora", "lora_modules", "lora_digests", "max_lora_rank", "lora_dtype", "seed", "max_model_len", "logits_processors", "quantization", "block_size", "batch_invariant", "speculative_config",
+    "runner_type", "convert_type", "pooler_config", "disable_any_whitespace", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size",
+)  # fmt: skip
+"""The settings that must be the same on all machines, those of features that are installed."""
 _LAUNCH = struct.Struct("<HI")
-
-
-class Join(msgspec.Struct, tag=True):
-    """Node -> head, first: these engines can be started here. `facts` must be the same everywhere."""
-
-    name: str  # of the machine, and the process id
-    engines: list[int]
-    facts: dict[str, str]
-    monotonic_ns: int  # the node's clock
-    cause: str | None = None
-
-
-class Welcome(msgspec.Struct, tag=True):
-    """Head -> node: it belongs to the service."""
-
-    run_id: str  # of the trace
-    cause: str | None = None
-
-
-class Refusal(msgspec.Struct, tag=True):
-    """Head -> node: it cannot join, and why."""
-
-    message: str
-
-
-class Ping(msgspec.Struct, tag=True):
-    """Head -> node: no content. Sending it fails if the node is gone."""
 
 
 class StartEngine(msgspec.Struct, tag=True):
@@ -75,15 +53,8 @@ class EngineGone(msgspec.Struct, tag=True):
     exit_code: int
 
 
-class Bye(msgspec.Struct, tag=True):
-    """Either way: the sender ends, because it was told to."""
-
-
-Report = Join | EngineUp | EngineRefused | EngineGone | Bye
-Order = Welcome | Refusal | Ping | StartEngine | Bye
-encode = msgspec.msgpack.Encoder().encode
-decode_report = msgspec.msgpack.Decoder(Report).decode
-decode_order = msgspec.msgpack.Decoder(Order).decode
+decode_report = msgspec.msgpack.Decoder(Join | EngineUp | EngineRefused | EngineGone | Bye).decode
+decode_order = msgspec.msgpack.Decoder(Welcome | Refusal | Ping | StartEngine | Bye).decode
 
 
 def engines_named(engines: Sequence[int]) -> str:

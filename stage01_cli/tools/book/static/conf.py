@@ -1,0 +1,48 @@
+"""How Sphinx makes the book out of the folder that tree.py has written. It executes nothing and asks no other host."""
+
+from pathlib import Path
+from typing import Any
+
+from stage01_cli.tools.book.links import page_of, relative
+
+project = "vLLM in stages"
+author = "The vLLM in stages authors"
+copyright = ""
+html_show_copyright = html_show_sphinx = False
+extensions = ["myst_nb"]
+root_doc = "index"
+nb_execution_mode = "off"
+nb_mime_priority_overrides = [("html", "text/html", 0)]
+myst_heading_anchors = 6
+myst_url_schemes = ["http", "https", "mailto", "source", "page"]
+suppress_warnings = ["myst.header", "misc.highlighting_failure"]
+html_theme = "furo"
+html_title = "vLLM in stages"
+html_static_path = ["_static"]
+html_css_files = ["book.css"]
+html_favicon = "_static/favicon.svg"
+html_extra_path = ["_extra"]
+html_copy_source = False
+html_permalinks = True
+pygments_style, pygments_dark_style = "tango", "github-dark"
+
+
+def lead_to_source(app: Any, doctree: Any, docname: str) -> None:
+    """`source:PATH#L52` and `page:PATH` become links from this page."""
+    from docutils import nodes
+
+    page = f"{docname}.html"
+    for node in doctree.findall(nodes.reference):
+        scheme, _, rest = node.get("refuri", "").partition(":")
+        if scheme in ("source", "page"):
+            target, _, place = rest.partition("#")
+            to = target if scheme == "page" else page_of(target, (app.config.book_root / target).is_dir())
+            node["refuri"] = relative(to, page) + (f"#{place}" if place else "")
+            node["internal"] = True
+
+
+def setup(app: Any) -> dict[str, bool]:
+    """Sphinx calls it."""
+    app.add_config_value("book_root", Path("@ROOT@"), "env")
+    app.connect("doctree-resolved", lead_to_source)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
