@@ -594,64 +594,83 @@ lab.claim("slices of a large one win over the two links within a machine", split
 # They combine: `-dp 2 -tp 2` is two engines of two workers each.
 
 # %% [markdown] tags=["exercise"]
-# ## Exercise: which engine gets the next request?
+# ## Exercise: an engine dies, and its streams go on
 #
-# This is the warm-up. In exercise [14](exercises/ex14_tensor_parallel/README.md) you write the real part, and it serves in the real server: `stages course start 14`.
+# This is the warm-up. In exercise [14](exercises/ex14_tensor_parallel/README.md) you write the real part of another form, and it serves in the real server: `stages course start 14`.
 #
-# [`EngineLoad`](../stage03_engine/frontend/features/data_parallel/balancing.py) is what the front end knows of an engine. The engine with the lowest
-# `score` gets the next request, the first of equals.
+# An engine dies in the middle of a stream. The same request runs again on another engine, with the same seed, and brings the same tokens, from the first one on. The
+# client has some of them already. [`InFlight`](../stage03_engine/frontend/features/data_parallel/in_flight.py) stands between the second engine and the client, and passes on what is new.
 #
-# **Contract.** `MyLoad()` begins with nothing to do, and has
+# **Contract.** `go_on(sent, second_run)` is a generator. `sent` are the tokens that the client has. `second_run` yields the tokens that each step of the
+# second engine brings, a list for each step, of any length. `go_on`
 #
-# - `score` (a property): 4 for each request that waits, and 1 for each that runs. A request that joins a queue waits for all before it.
-# - `sent()`: one more request is on its way there. Until the engine has said something, it counts as waiting.
-# - `seen(waiting, running, own)`: the engine's own counts after a step; they replace what was known. But `own` requests of this front end are there
-#   by now, and the engine may not have seen all of them: those that do not run count as waiting, even if the engine says less.
+# - yields the new tokens of a step as a list, before it asks for the next step: the client reads along. A step without a new token yields nothing;
+# - compares the tokens that the client has with those that come again, and does not yield them. Where one differs it raises `Differs`, and yields nothing of that step:
+#   half of one answer and half of another would be worse than an error;
+# - raises `Differs` too if the second run ends before everything that was sent has come again.
 #
-# Without `sent` a burst of requests would all go to the same engine: try it.
+# A step can bring both, the last tokens that the client has and the first new ones: with drafts, for example.
 
 
 # %% tags=["exercise"]
-class MyLoad:
-    """How busy an engine is, as far as the front end knows. `MyLoad()` has nothing to do."""
+from collections.abc import Iterator
 
-    def __init__(self) -> None:
-        raise NotImplementedError
 
-    @property
-    def score(self) -> int:
-        """The engine with the lowest gets the next request."""
-        raise NotImplementedError
+class Differs(Exception):
+    """The second engine continues the answer differently."""
 
-    def sent(self) -> None:
-        """One more request is on its way there."""
-        raise NotImplementedError
 
-    def seen(self, waiting: int, running: int, own: int) -> None:
-        """What the engine itself counts after a step."""
-        raise NotImplementedError
+def go_on(sent: list[int], second_run: Iterator[list[int]]) -> Iterator[list[int]]:
+    """The tokens that are new, step by step. Raises Differs."""
+    raise NotImplementedError
 
 
 # %% tags=["check"]
-from stage03_engine.frontend.features.data_parallel.balancing import EngineLoad
+def slow_go_on(sent, second_run):
+    """The same, slow and obvious: it looks at all that has come so far, again and again."""
+    come, passed = [], 0
+    for step in second_run:
+        come += step
+        if come[: len(sent)] != sent[: len(come)]:
+            raise Differs
+        new = come[len(sent) :]
+        if len(new) > passed:
+            yield new[passed:]
+            passed = len(new)
+    if len(come) < len(sent):
+        raise Differs
 
 
-def drive(load_class, actions):
-    """Which of three engines gets each request, and the scores at the end."""
-    loads, chosen = [load_class() for _ in range(3)], []
-    for action in actions:
-        if action is None:
-            chosen.append(min(range(3), key=lambda engine: loads[engine].score))
-            loads[chosen[-1]].sent()
-        else:
-            engine, *counts = action
-            loads[engine].seen(*counts)
-    return chosen, [load.score for load in loads]
+def drive(function, sent, steps):
+    """What is passed on, each time with the number of steps that were asked for by then."""
+    asked, passed = 0, []
+
+    def second_run():
+        nonlocal asked
+        for step in steps:
+            asked += 1
+            yield step
+
+    try:
+        for tokens in function(sent, second_run()):
+            passed.append((asked, list(tokens)))
+    except Differs:
+        passed.append((asked, "differs"))
+    return passed
 
 
 rng = random.Random(0)
 cases = []
-for _ in range(200):
-    seen = lambda: (rng.randrange(3), rng.randrange(5), rng.randrange(9), rng.randrange(12))  # noqa: E731
-    cases.append(([None if rng.random() < 0.5 else seen() for _ in range(20)],))
-passed = lab.check(lambda actions: drive(MyLoad, actions), lambda actions: drive(EngineLoad, actions), cases)
+for _ in range(300):
+    answer = [rng.randrange(3) for _ in range(rng.randrange(1, 9))]
+    again, steps = list(answer), []
+    if rng.random() < 0.3:
+        again[rng.randrange(len(again))] = 9
+    if rng.random() < 0.2:
+        again = again[: rng.randrange(len(again))]
+    while again:
+        size = rng.choice([0, 1, 1, 2, 3])
+        steps.append(again[:size])
+        again = again[size:]
+    cases.append((answer[: rng.randrange(len(answer) + 1)], steps))
+passed = lab.check(lambda *case: drive(go_on, *case), lambda *case: drive(slow_go_on, *case), cases)

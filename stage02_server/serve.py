@@ -10,7 +10,7 @@ import argparse
 from stage02_server.cli_args import add_serve_args, resolve_serve_args
 from stage03_engine.args.command import CLISubcommand
 from stage03_engine.args.parser import FlexibleArgumentParser
-from stage03_engine.plugins import check_features, wanted
+from stage03_engine.plugins import check_features, loaded, wanted
 from stage03_engine.tracing import open_trace
 from stagetrace import trace
 
@@ -35,6 +35,8 @@ class ServeSubcommand(CLISubcommand):
         count = getattr(frontend_args, "api_server_count", None)
         branch = decide(getattr(frontend_args, "headless", False), 1 if count is None else count)
         vllm_config, settings = serve_args.engine_args.create_engine_config()
+        for check in loaded("serve", "check"):
+            check(vllm_config)
         if branch == "run_headless" and not args.dry_run:  # its trace begins later: the head knows the run's id
             return wanted("serve", branch, "headless")(vllm_config)
         open_trace(vllm_config)

@@ -157,7 +157,7 @@ _SERVER, _ENGINE = "stage02_server", "stage03_engine"
 
 SEAMS = {
     "command": Seam("command", "stage01_cli", "a subcommand of `stages`: a CLISubcommand; the key is its name"),
-    "serve": Seam("command", _SERVER, "what `serve` does instead of starting one API server; the key says when"),
+    "serve": Seam("command", _SERVER, "what `serve` does instead; the key says when; `check`: called first (config)"),
     "process": Seam("HTTP", _SERVER, "called with (args) in the server's process before anything else"),
     "socket": Seam("HTTP", _SERVER, "called with (args): (address, bound socket), in place of host and port"),
     "connection": Seam("HTTP", _SERVER, "called with (args): more arguments of uvicorn.Config"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -22,6 +23,7 @@ from stage03_engine.outputs import RequestOutput
 from stage03_engine.params.structured_outputs import StructuredOutputsParams
 from stage03_engine.sampling_params import SamplingParams
 
+README = Path(__file__).parents[1] / "stage03_engine/frontend/features/data_parallel/README.md"
 TIGHT: dict[str, Any] = {
     "max_model_len": 128, "block_size": 4, "num_gpu_blocks_override": 60, "max_num_batched_tokens": 24, "max_num_seqs": 8,
 }  # fmt: skip
@@ -192,21 +194,34 @@ def answers_of(*flags: str) -> list[list[Any]]:
     return found
 
 
+TRIED = [
+    (form, name) for form in SERVERS for name in FEATURES if form in ("dp 2, asc 2", "dp 2 x tp 2") or name == "tight"
+]
+
+
 @pytest.fixture(scope="module")
 def of_one_server() -> list[list[Any]]:
     return answers_of()
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("form", "name"),
-    [
-        (form, name)
-        for form in SERVERS
-        for name in FEATURES
-        if form in ("dp 2, asc 2", "dp 2 x tp 2") or name == "tight"
-    ],
-)
+@pytest.mark.parametrize(("form", "name"), TRIED)
 def test_every_feature_under_every_form_of_server(form: str, name: str, of_one_server: list[list[Any]]) -> None:
     assert of_one_server[0] == of_one_server[1]
     assert answers_of(*SERVERS[form], *FEATURES[name]) == of_one_server
+
+
+def test_the_readme_says_what_is_tried() -> None:
+    """Its two tables, cell by cell."""
+    text = README.read_text(encoding="utf-8").partition("## All forms, all features")[2].partition("\n## ")[0]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| ")
+    ]
+    first, second = rows[: 1 + len(SETTINGS)], rows[1 + len(SETTINGS) :]
+    assert first[0] == ["", *FORMS] and [row[0] for row in first[1:]] == [*SETTINGS]
+    for name, *cells in first[1:]:
+        refused = [any(kind in form and of == name for kind, of in REFUSED) for form in FORMS]
+        assert cells == ["refused" if no else "runs" if name in ROUNDED else "same" for no in refused], name
+    assert second[0] == ["", *FEATURES] and [row[0] for row in second[1:]] == [*SERVERS]
+    for form, *cells in second[1:]:
+        assert cells == ["same" if (form, name) in TRIED else "" for name in FEATURES], form

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -60,6 +60,19 @@ class Server:
             for number, _ in enumerate(response.iter_lines()):
                 if number == 0 and meanwhile is not None and meanwhile():
                     return
+
+    @contextmanager
+    def of_one_process(self, number: int) -> Iterator[Server]:
+        """One of several API servers: its connection is opened while the other one is stopped, with the first request."""
+        others = [path for path in self.folder.glob("APIServer_*.jsonl") if f"APIServer_{number}-" not in path.name]
+        stopped = [psutil.Process(int(path.stem.rpartition("-")[2])) for path in others]
+        for process in stopped:
+            process.suspend()
+        try:
+            yield Server(str(self._client.base_url), self.process, self.folder)
+        finally:
+            for process in stopped:
+                process.resume()
 
     def together(self, requests: Requests, leaves_at_step: int = 0) -> None:
         """All at the same time, one client each; they arrive in this order. The first leaves after a step, if one is given."""
@@ -112,18 +125,21 @@ class Server:
 
 
 @contextmanager
-def serving(name: str, *flags: str, gather: int = 0, abort_step: int = 0, scheduler: str = "") -> Iterator[Server]:
+def serving(
+    name: str, *flags: str, gather: int = 0, abort_step: int = 0, scheduler: str = "", beside: Sequence[str] = ()
+) -> Iterator[Server]:
     """A server that records to `recorded/NAME`, and ends.
 
     gather       the engine begins when this many requests have arrived
     abort_step   after this step it waits for a client to leave
     scheduler    the class to use instead of the one that gathers
+    beside       flags of another machine's `serve`, in place of `flags`
     """
     folder = RECORDED / name
     shutil.rmtree(folder, ignore_errors=True)
     command = [sys.executable, "-m", "stage01_cli", "serve", "gpt2-tiny", "--host", "127.0.0.1", "--port", "0"]
     command += ["--num-gpu-blocks-override", "64", "--prefix-caching-hash-seed", "recorded"]
-    command += ["--trace", f"recorded/{name}", "--trace-prompts", *flags]
+    command += ["--trace", f"recorded/{name}", "--trace-prompts"]
     if gather or scheduler:
         command += ["--scheduler-cls", scheduler or "gathering:Gathering"]
     search = os.pathsep.join(
@@ -131,12 +147,17 @@ def serving(name: str, *flags: str, gather: int = 0, abort_step: int = 0, schedu
     )
     environment = {**os.environ, "PYTHONPATH": search, "HF_HUB_OFFLINE": "1"}
     environment |= {"GATHER_REQUESTS": str(gather), "GATHER_ABORT_STEP": str(abort_step)}
-    process = subprocess.Popen(command, cwd=HERE, env=environment, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([*command, *flags], cwd=HERE, env=environment, stderr=subprocess.PIPE, text=True)
+    node = (
+        subprocess.Popen([*command, *beside], cwd=HERE, env=environment, stderr=subprocess.DEVNULL) if beside else None
+    )
     try:
         yield Server(_url(name, process), process, folder)
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait()
+        if node is not None:  # it ends when the head does
+            node.wait()
     _forget_paths(folder)
 
 
@@ -271,6 +292,36 @@ def dp2_death() -> None:
         server.wait_for_engines(3)
 
 
+def nodes2() -> None:
+    """Two machines with an engine each, behind the API server of the first one: the second request comes while the first engine is busy.
+    Both are this machine, so their clocks are the same."""
+    clients: list[threading.Thread] = []
+    engines = ("--data-parallel-size", "2", "--data-parallel-size-local", "1", "--data-parallel-address", "127.0.0.1")
+    engines += ("--no-node-secret-required",)
+
+    def second() -> bool:
+        clients.append(threading.Thread(target=server.stream, args=("r1", PROMPTS[1], 8)))
+        clients[0].start()
+        return False
+
+    beside = (*engines, "--headless", "--data-parallel-start-rank", "1")
+    with serving("nodes2", *engines, beside=beside) as server:
+        server.stream("r0", PROMPTS[0], 24, meanwhile=second)
+        clients[0].join()
+
+
+def servers2() -> None:
+    """Two API servers in front of one engine: each has a request of its own, then both have one at the same time."""
+    with serving("servers2", "--api-server-count", "2") as server:
+        with server.of_one_process(0) as first:
+            first.stream("r0", PROMPTS[0], 4)
+        with server.of_one_process(1) as second:
+            second.stream("r1", PROMPTS[1], 4)
+        other = threading.Thread(target=second.stream, args=("r3", PROMPTS[3], 6))
+        first.stream("r2", PROMPTS[2], 12, meanwhile=lambda: bool(other.start()))
+        other.join()
+
+
 def bug_starvation(name: str = "bug_starvation", scheduler: str = "buggy_schedulers:Overtaken") -> None:
     """Planted bug: new requests overtake preempted ones."""
     flags = ("--num-gpu-blocks-override", "13", "--max-model-len", "64", "--block-size", "8", "--max-num-seqs", "4")
@@ -314,6 +365,8 @@ RUNS: dict[str, Callable[[], None]] = {
         pp2,
         dp2,
         dp2_death,
+        nodes2,
+        servers2,
     )
 }
 """Name of the folder -> what makes it."""

@@ -154,7 +154,7 @@ class AsyncLLM:
         if trace.on:
             trace.emit("request.aborted", req=request_id, reason=reason)
         for stat_logger in self.stat_loggers:
-            stat_logger.request_aborted()
+            stat_logger.request_aborted(self.engine_core.engine_of(running[0]))
         await self.engine_core.abort_requests_async(running)
 
     def __getattr__(self, name: str) -> Any:

@@ -89,6 +89,10 @@ class AsyncEngineCoreClient(ABC):
     async def get_output_async(self) -> EngineCoreOutputs:
         """The outputs of the next step. Raises EngineDeadError."""
 
+    def engine_of(self, request_id: str) -> int | None:
+        """The number of the engine that has this request; None if there is one engine, or none has it."""
+        return None
+
     @abstractmethod
     def shutdown(self) -> None:
         """Release everything. May be called twice."""

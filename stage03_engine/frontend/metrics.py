@@ -119,8 +119,8 @@ class StatLogger(ABC):
     def engine_ready(self) -> None:  # noqa: B027 - most loggers begin with the first numbers
         """The engine can serve."""
 
-    def request_aborted(self) -> None:  # noqa: B027 - most loggers ignore it
-        """A client left before its request ended."""
+    def request_aborted(self, engine_index: int | None = None) -> None:  # noqa: B027 - most loggers ignore it
+        """A client left before its request ended, which this engine had; None if there is one engine."""
 
 
 StatLoggers: TypeAlias = Sequence[StatLogger | Callable[[VllmConfig, int], object]]

@@ -135,13 +135,29 @@ def lost_blocks(events):
         "of several lost blocks it names one",
     ),
     "13_more_than_one": Answer(
-        "MyLoad = EngineLoad",
         """
-class MyLoad(EngineLoad):
-    def seen(self, waiting, running, own):
-        self.waiting, self.running = waiting, running
+def go_on(sent, second_run):
+    missing = list(sent)
+    for step in second_run:
+        known, missing = missing[: len(step)], missing[len(step) :]
+        if step[: len(known)] != known:
+            raise Differs
+        if step[len(known) :]:
+            yield step[len(known) :]
+    if missing:
+        raise Differs
 """,
-        "requests that are still on their way are forgotten",
+        """
+def go_on(sent, second_run):
+    skip = len(sent)
+    for step in second_run:
+        if step[skip:]:
+            yield step[skip:]
+        skip = max(0, skip - len(step))
+    if skip:
+        raise Differs
+""",
+        "what comes again is skipped, and not compared",
     ),
     "14_make_it_faster": Answer(
         "my_metrics = real_metrics",

@@ -23,13 +23,16 @@ import pytest
 import zmq
 from hypothesis import given, settings, strategies as st
 from patience import PATIENCE, wait_until
+from prometheus_client import CollectorRegistry
 from steered_engines import Engines, SteeredEngine, config_of, token_at
 
 from stage02_server.api_server import make_core_client
 from stage02_server.cli_args import FrontendArgs
+from stage02_server.features.admin.end_requests import end_requests
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.args.cpu import find_cores
 from stage03_engine.errors import ConfigError, EngineDeadError, EngineStartError, InvalidRequestError
+from stage03_engine.frontend.async_llm import AsyncLLM
 from stage03_engine.frontend.features.data_parallel import coordinator as coordinator_module, devices
 from stage03_engine.frontend.features.data_parallel.balancing import MOST_BEHIND, Balancer, PrefixIndex
 from stage03_engine.frontend.features.data_parallel.client import DPLBAsyncMPClient, ScalingError
@@ -39,6 +42,7 @@ from stage03_engine.frontend.features.data_parallel.in_flight import LOST, MOST_
 from stage03_engine.frontend.features.data_parallel.restart import WINDOW_SECONDS, RestartLimit
 from stage03_engine.frontend.features.data_parallel.totals import Totals
 from stage03_engine.frontend.features.dead_folders.dead_folders import remove_dead_folders
+from stage03_engine.frontend.features.prometheus.prometheus import PrometheusStatLogger
 from stage03_engine.llm import LLM
 from stage03_engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, SchedulerStats, TokenLogprobs
 from stage03_engine.sampling_params import RequestOutputKind, SamplingParams
@@ -253,6 +257,38 @@ def test_aborts_and_outputs_belong_to_the_engine_that_has_the_request() -> None:
             made.engines[places["a"]].step()
             await settle()
             made.check("a")
+
+    run(test)
+
+
+def test_an_abort_is_counted_for_the_engine_that_had_the_request() -> None:
+    """By a client who leaves, and by an administrator."""
+
+    async def test() -> None:
+        config, registry = config_of(3), CollectorRegistry()
+        client = DPLBAsyncMPClient(config, Engines())
+        llm = AsyncLLM.from_vllm_config(
+            config, client=client, stat_loggers=[PrometheusStatLogger(config, registry, "m")]
+        )
+        await llm.start()
+        try:
+            for name in "abcd":
+                made = request(name)
+                await llm.add_request(name, made, made.sampling_params)
+            places = {name: client.engine_of(name) for name in "abcd"}
+            assert sorted(map(str, places.values())) == ["0", "0", "1", "2"] and client.engine_of("nobody") is None
+            await llm.abort("c")
+            await end_requests(llm, ["d"], "asked")
+            counts = {
+                index: registry.get_sample_value(
+                    "vllm:request_success_total", {"engine": str(index), "model_name": "m", "finished_reason": "abort"}
+                )
+                for index in range(3)
+            }
+            assert counts == {index: [places["c"], places["d"]].count(index) for index in range(3)}
+            assert counts[2] == 1, "the first engine is not meant"
+        finally:
+            llm.shutdown()
 
     run(test)
 

@@ -39,6 +39,7 @@ from stage03_engine.core.features.distributed.several_workers import (
 from stage03_engine.core.sched_output import SchedulerOutput
 from stage03_engine.errors import ConfigError, EngineDeadError, EngineStartError, StagesError
 from stage03_engine.frontend.engine_process import EngineProcess
+from stage03_engine.frontend.features.data_parallel.engine import numbered
 from stage03_engine.frontend.features.in_process.sync_mp_client import SyncMPClient
 from stage03_engine.llm import LLM
 from stage03_engine.mixins import is_there
@@ -46,7 +47,7 @@ from stage03_engine.model_path import BUNDLED_FOLDER
 from stage03_engine.params.structured_outputs import StructuredOutputsParams
 from stage03_engine.replay.replay import replay
 from stage03_engine.sampling_params import SamplingParams
-from stagetrace import read_run, trace
+from stagetrace import read_run
 from stagetrace.check.invariants import check
 
 SMALL: dict[str, Any] = {"kv_cache_memory_bytes": 50_000_000}
@@ -430,10 +431,15 @@ def test_workers_share_the_cores_and_the_memory_of_a_cpu() -> None:
     assert share_of_memory(settings, 10 << 30, 2) == 2 << 30 and share_of_memory(settings, 1 << 30, 4) == 1 << 28
 
 
-def test_lanes_of_a_second_engine_have_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, lane in (("LLM", "Worker_TP0"), ("EngineCore_DP0", "Worker_TP0"), ("EngineCore_DP1", "Worker_DP1_TP0")):
-        monkeypatch.setattr(trace, "proc", name)
-        assert lane_of(Ranks()) == lane
+def test_lanes_of_several_engines_have_their_number() -> None:
+    """Whatever the process is called in the trace."""
+    one, several = config(), config(data_parallel_size=2)
+    assert lane_of(one, Ranks()) == lane_of(numbered(one, 0), Ranks()) == "Worker_TP0"
+    assert [lane_of(numbered(several, engine), Ranks(1, 1, 2)) for engine in (0, 1)] == [
+        "Worker_DP0_PP1_TP0",
+        "Worker_DP1_PP1_TP0",
+    ]
+    assert numbered(several, 1).hash() == several.hash(), "the name of a process changes no work"
 
 
 @pytest.mark.skipif(is_there("ray"), reason="Ray is installed")
@@ -469,6 +475,18 @@ def test_a_server_cannot_be_launched_by_torchrun(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv(name, value)
     with pytest.raises(EngineStartError, match="a server gets them in one process only: use mp"):
         LLM("gpt2-tiny", distributed_executor_backend="external_launcher", multiprocess=True, **SMALL)
+
+
+@pytest.mark.parametrize("more", [[], ["-dp", "2"], ["--api-server-count", "2"], ["--in-process"], ["--dry-run"]])
+def test_serve_refuses_the_launcher_before_it_starts_anything(more: list[str], tmp_path: Path) -> None:
+    flags = ["--distributed-executor-backend", "external_launcher", "--port", "0", "--trace", str(tmp_path / "traces")]
+    run = subprocess.run(
+        [sys.executable, "-m", "stage02_server", "serve", "gpt2-tiny", *flags, *more],
+        capture_output=True, text=True, env=os.environ | LAUNCHED, timeout=PATIENCE,
+    )  # fmt: skip
+    assert run.returncode == 2 and not (tmp_path / "traces").exists(), run.stderr
+    [line] = run.stderr.splitlines()
+    assert line.startswith("stages: error: ") and line.endswith("a server gets them in one process only: use mp")
 
 
 def test_a_launched_process_in_a_script(monkeypatch: pytest.MonkeyPatch, expected: list[list[int]]) -> None:
@@ -555,7 +573,23 @@ def test_processes_that_decide_differently_are_told(tmp_path: Path) -> None:
     script.write_text(textwrap.dedent(DIFFERENT))
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     run = subprocess.run(launch, capture_output=True, text=True, timeout=PATIENCE)
-    assert run.returncode and "have decided differently" in run.stderr
+    assert run.returncode and run.stderr.count("Traceback (most recent call last)") <= 2, (
+        "one of ours, one of torchrun's"
+    )
+    _ends_with_the_reason(run.stderr, "have decided differently")
+
+
+def _ends_with_the_reason(stderr: str, reason: str) -> None:
+    """At most one process says it, and torchrun's report ends with it, whichever process it saw end first."""
+    lines = [line for line in stderr.splitlines() if reason in line]
+    assert sum(not line.startswith("  traceback") for line in lines) <= 1, stderr
+    assert lines[-1].startswith("  traceback : stages: error: ") and stderr.splitlines()[-2] == lines[-1], stderr
+
+
+def test_a_number_of_processes_that_does_not_fit_is_said_once() -> None:
+    run = torchrun(2, "-tp", "4")
+    assert run.returncode and run.stdout == ""
+    _ends_with_the_reason(run.stderr, "is 4, but WORLD_SIZE is 2: start as many processes as workers")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -389,11 +389,11 @@ def test_a_stop_token_ends_a_request_in_its_own_step(core: PipelineEngineCore) -
     ("settings", "said"),
     [
         ({"pipeline_parallel_size": 7}, "pipeline_parallel_size = 7 is more than the model's 6 layers"),
-        ({"async_scheduling": True}, "async_scheduling"),
-        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "cannot be combined with speculative_config"),
-        ({"runner": "pooling"}, "models that generate text"),
-        ({"scheduler_cls": "stage03_engine.core.scheduler:Scheduler"}, "brings its own scheduler"),
-        ({"batch_invariant": True}, "cannot be combined with batch_invariant"),
+        ({"async_scheduling": True}, "async_scheduling: the steps of several stages overlap already"),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "speculative_config: only the last stage would know"),
+        ({"runner": "pooling"}, "because the last stage answers with tokens alone"),
+        ({"scheduler_cls": "stage03_engine.core.scheduler:Scheduler"}, "brings its own scheduler, which knows what is in flight"),
+        ({"batch_invariant": True}, "batch_invariant: each stage would choose its own number of rows"),
         ({"distributed_executor_backend": "uni"}, "uni is one worker"),
     ],
 )  # fmt: skip

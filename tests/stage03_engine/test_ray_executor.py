@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -11,16 +14,27 @@ import pytest
 from patience import wait_until
 
 from stage03_engine.arg_utils import EngineArgs
+from stage03_engine.core.features.distributed.ray_executor import SHUT_IN, TOKENS
 from stage03_engine.errors import ConfigError, EngineDeadError
 from stage03_engine.frontend.features.in_process.sync_mp_client import SyncMPClient
 from stage03_engine.llm import LLM
+from stage03_engine.mixins import is_there
 from stage03_engine.sampling_params import SamplingParams
 from stagetrace import read_run
 
+OURS = SHUT_IN | {TOKENS[0]: "0" * 64}  # one for all tests: Ray reads it once
+if is_there("ray"):
+    os.environ.update(OURS)  # before it is imported
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.long
 RAY: dict[str, Any] = {"distributed_executor_backend": "ray", "kv_cache_memory_bytes": 50_000_000}
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def shut_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in OURS.items():
+        monkeypatch.setenv(name, value)
 
 
 def actors(parent: int | None = None) -> list[psutil.Process]:
@@ -57,6 +71,22 @@ def test_a_killed_actor_ends_the_engine_with_its_name() -> None:
     psutil.wait_procs(children, timeout=30)
     wait_until(lambda: not any(c.is_running() and c.status() != psutil.STATUS_ZOMBIE for c in children), "Ray stays")
     assert set(Path(tempfile.gettempdir()).glob("stages-ray-*")) <= folders, "where the workers met stays"
+
+
+def test_a_cluster_of_ones_own_is_shut_in() -> None:
+    """No port of it is open to other machines, and whoever has no token, or another one, is not heard."""
+    with LLM("gpt2-tiny", **RAY):
+        family = [psutil.Process(), *psutil.Process().children(recursive=True)]
+        open_ports = [each for process in family for each in process.net_connections("tcp") if each.status == "LISTEN"]
+        assert len(open_ports) > 5
+        assert {each.laddr.ip.removeprefix("::ffff:") for each in open_ports} <= {"127.0.0.1", "::1"}, open_ports
+        address = ray.get_runtime_context().gcs_address
+        for wrong in ({"RAY_AUTH_TOKEN": "f" * 64}, {"RAY_AUTH_MODE": "disabled"}):
+            ask = f"import ray; ray.init(address={address!r}); print('came in')"
+            asked = subprocess.run([sys.executable, "-c", ask], env=os.environ | wrong, capture_output=True, text=True)
+            assert asked.returncode and "came in" not in asked.stdout and "uthentication" in asked.stderr, asked.stderr
+        right = subprocess.run([sys.executable, "-c", ask], env=os.environ, capture_output=True, text=True)
+        assert right.returncode == 0 and "came in" in right.stdout, right.stderr
 
 
 def test_a_cluster_that_is_too_small_or_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from stagetrace.figures.style import KINDS, Look, request_look, spread
 RECORDED = Path(__file__).parent.parent.parent / "trace" / "recorded"
 RUNS = sorted(path.name for path in RECORDED.iterdir())
 # a figure shows one: test_several_processes.py has the others
-ONE_ENGINE = [name for name in RUNS if not name.startswith("dp2")]
+ONE_ENGINE = [name for name in RUNS if not name.startswith(("dp2", "nodes2"))]
 NAMES = ["request_timeline", "process_lanes", "block_map", "token_budget", "latency_breakdown"]
 
 

@@ -20,7 +20,7 @@ from stagetrace.figures.names import ranges, short_names
 RECORDED = Path(__file__).parent.parent.parent / "trace" / "recorded"
 RUNS = sorted(path.name for path in RECORDED.iterdir())
 # a figure shows one: test_several_processes.py has the others
-ONE_ENGINE = [name for name in RUNS if not name.startswith("dp2")]
+ONE_ENGINE = [name for name in RUNS if not name.startswith(("dp2", "nodes2"))]
 NAMES = ["request_timeline", "process_lanes", "block_map", "token_budget", "latency_breakdown"]
 
 invented_runs = st.builds(

@@ -134,6 +134,12 @@ def test_each_run_shows_what_it_is_about() -> None:
     death = story_of("engine_death")
     assert [r.reason for r in death.requests.values()] == ["length", None] and len(death.steps) > 40
     assert any(event.name == "engine.dead" for event in events_of("engine_death"))
+    nodes, servers = events_of("nodes2"), events_of("servers2")
+    assert [event.args["engine"] for event in nodes if event.name == "dp.routed"] == [0, 1]
+    assert {event.proc for event in nodes} == {"APIServer", "Node_1", "EngineCore_DP0", "EngineCore_DP1"}
+    asked = Counter(event.proc for event in servers if event.name == "http.request")
+    assert asked == {"APIServer_0": 2, "APIServer_1": 2}
+    assert any(len(step.scheduled) == 2 for step in story_of("servers2").steps), "both at once"
 
 
 @pytest.mark.parametrize("name", ["mixed", "preemption", "client_abort", *BUGS, *(f"{bug}_healthy" for bug in BUGS)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import re
 import shutil
@@ -16,6 +17,7 @@ from stagetrace import Event, Recording, read_run, tell
 from stagetrace.__main__ import main
 from stagetrace.event import encode_line
 from stagetrace.read.columns import Columns
+from stagetrace.read.folding import Folding
 from stagetrace.read.terminal import short_id
 
 RECORDED = Path(__file__).parents[2] / "trace" / "recorded"
@@ -40,7 +42,7 @@ def events_of(lines: list[str]) -> list[str]:
 @pytest.mark.parametrize("run", RUNS)
 def test_view_has_a_line_for_every_event_in_causal_order(run: str, command) -> None:
     events = read_run(RECORDED / run).events
-    lines = events_of(command("view", str(RECORDED / run), "--width", "300"))  # a column for each process
+    lines = events_of(command("view", str(RECORDED / run), "--unfold", "--width", "300"))  # a column for each process
     assert len(lines) == len(events)
     start = min(event.ts for event in events)
     for line, event in zip(lines, events, strict=True):
@@ -50,6 +52,55 @@ def test_view_has_a_line_for_every_event_in_causal_order(run: str, command) -> N
         assert event.step is None or f" {event.step} " in line
     columns = {event.pid: line.index(event.name) for line, event in zip(lines, events, strict=True) if "◀" not in line}
     assert len(set(columns.values())) == len(columns) > 1  # each process its own
+
+
+@pytest.mark.parametrize("run", ["tp2", "pp2"])
+def test_view_folds_the_exchanges_of_a_worker_in_a_row(run: str, command) -> None:
+    """Nothing else is folded, and nothing that stages send each other."""
+    unfolded, folded = (events_of(command("view", str(RECORDED / run), *more)) for more in (["--unfold"], []))
+    rows = [line for line in folded if "exchanges=" in line]
+    assert [line for line in folded if line not in rows] == [
+        line for line, event in zip(unfolded, read_run(RECORDED / run).events, strict=True) if not is_layers(event)
+    ]
+    found: dict[tuple[str, int, str], int] = {}
+    for events in by_process(run):
+        for same, group in itertools.groupby(
+            events, lambda event: is_layers(event) and (event.step, event.args["kind"])
+        ):
+            if same:
+                key = (events[0].proc, *same)
+                found[key] = found.get(key, 0) + sum(event.args["bytes"] for event in group if event.ph == "B")
+    assert len(rows) == len(found) and bool(found) == (run == "tp2")
+    assert sum(int(re.search(r"bytes=(\d+)", line)[1]) for line in rows) == sum(found.values())
+    if found:
+        step = events_of(command("view", str(RECORDED / run), "--step", "1", "--name", "worker.collective"))
+        assert [re.search(r"exchanges=(\d+) kind=(\w+)", line).groups() for line in step] == [
+            ("13", "all_reduce"), ("13", "all_reduce"), ("1", "all_gather"), ("1", "all_gather"),
+        ]  # fmt: skip
+
+
+def test_a_row_of_exchanges_ends_with_its_kind_and_its_step() -> None:
+    """Also where nothing comes between two rows; one that is cut off is shown with what there is."""
+    made = [("all_reduce", 1), ("all_reduce", 1), ("all_gather", 1), ("all_reduce", 2)]
+    events = [
+        Event(1, 0, 1_000_000 * (2 * place + (ph == "E")), 7, "Worker_TP0", ph, "worker.collective", 8, "f:1", step=step, args={"kind": kind, "bytes": 10})
+        for place, (kind, step) in enumerate(made)
+        for ph in "BE"
+    ][:-1]  # fmt: skip
+    folding = Folding()
+    rows = [row for event in events for row in folding.feed(event)]
+    assert [(row.step, row.args["kind"], row.args["exchanges"], row.args["ms"]) for row in [*rows, *folding.finish()]] == [
+        (1, "all_reduce", 2, 2.0), (1, "all_gather", 1, 1.0), (2, "all_reduce", 1, 0.0),
+    ]  # fmt: skip
+
+
+def is_layers(event: Event) -> bool:
+    return event.name == "worker.collective" and event.args["kind"] in ("all_reduce", "all_gather")
+
+
+def by_process(run: str) -> list[list[Event]]:
+    events = sorted(read_run(RECORDED / run).events, key=lambda event: (event.pid, event.seq))
+    return [list(group) for _, group in itertools.groupby(events, lambda event: event.pid)]
 
 
 @pytest.mark.parametrize("width", [40, 80, 120, 200])

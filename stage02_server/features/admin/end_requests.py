@@ -22,9 +22,10 @@ async def end_requests(engine: AsyncLLM, request_ids: list[str], reason: str) ->
             continue
         if trace.on:
             trace.emit("request.aborted", req=request_id, reason=reason)
+        ended = _end_request(engine, request_id)
         for stat_logger in engine.stat_loggers:
-            stat_logger.request_aborted()
-        await engine.engine_core.abort_requests_async(_end_request(engine, request_id))
+            stat_logger.request_aborted(engine.engine_core.engine_of(ended[0]))
+        await engine.engine_core.abort_requests_async(ended)
 
 
 def _end_request(engine: AsyncLLM, request_id: str) -> list[str]:

@@ -69,6 +69,11 @@ class Narrator:
         )
         self._first_token: tuple[int, int | None] | None = None  # the step that gave it
         self._engine: int | None = None  # with several engines: the number of the one that has it
+        self._front_end: int | None = None
+        self._several_servers = False
+        self._sent: dict[
+            str, Line
+        ] = {}  # the step's messages to several API servers, until this request's own is received
         self._chunk_sent = False
         self._round: _Round | None = None
         self._waits_for: Line | None = None  # for the size of its step
@@ -83,12 +88,13 @@ class Narrator:
         )
         if event.req == self._id and event.name == "dp.routed":
             self._engine = event.args["engine"]
+        if event.req == self._id and event.name == "zmq.request_sent":
+            self._front_end = event.pid
+        self._several_servers |= event.name == "api_server.spawned"
         if event.name == "sched.output" and (event.pid, event.step) == self._step:
             yield from self._step_size(event.args["total_tokens"])
         elif event.name in ("zmq.outputs_sent", "zmq.outputs_received"):
-            sender = event.pid if event.name == "zmq.outputs_sent" else pid_of(event.cause)
-            if (sender, event.step) == self._first_token and event.args["num_outputs"] and not self._chunk_sent:
-                yield self._line(event)
+            yield from self._outputs(event)
         elif not mine:
             return
         elif event.name == "sched.scheduled" and (event.args["missing"] > 1 or not self._chunk_sent):
@@ -111,6 +117,19 @@ class Narrator:
         if self._round is not None and (text := self._round.text()):
             yield Line(self._round.start_ns, self._round.end_ns, 8 if self._round.first_step else 9, "", text)
         self._waits_for = self._round = None
+
+    def _outputs(self, event: Event) -> Iterator[Line]:
+        """A message with outputs, if it is the one with the first token. An engine with several API servers sends one to each."""
+        sender = event.pid if event.name == "zmq.outputs_sent" else pid_of(event.cause)
+        if (sender, event.step) != self._first_token or not event.args["num_outputs"] or self._chunk_sent:
+            return
+        if not self._several_servers:
+            yield self._line(event)
+        elif event.name == "zmq.outputs_sent":
+            self._sent[event.ref] = self._line(event)
+        elif event.pid == self._front_end:
+            yield from filter(None, [self._sent.pop(event.cause or "", None)])
+            yield self._line(event)
 
     def _carries(self, event: Event) -> bool:
         """Is it about the HTTP request that brought this one, or about the chunks that carry its tokens?"""

@@ -11,11 +11,15 @@ different decisions would wait for each other forever, or add up tensors that do
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import sys
+import time
 import zlib
 from collections import deque
 from collections.abc import Mapping
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -34,7 +38,6 @@ from stage03_engine.errors import ConfigError, StagesError
 from stagetrace import trace
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-SERVERS = ("APIServer", "EngineCore")
 COMMAND = "stage03_engine.__main__"
 
 
@@ -54,8 +57,11 @@ def launched(config: VllmConfig, environ: Mapping[str, str] = os.environ) -> tup
             raise ConfigError(f"environment variable {name}: {text!r} is not a whole number")
     rank, world, local = map(int, numbers.values())
     if world != size:
-        raise ConfigError(
-            f"tensor_parallel_size x pipeline_parallel_size is {size}, but WORLD_SIZE is {world}: start as many processes as workers"
+        _fail_together(
+            ConfigError(
+                f"tensor_parallel_size x pipeline_parallel_size is {size}, but WORLD_SIZE is {world}: start as many processes as workers"
+            ),
+            environ,
         )
     if rank >= world or not 0 < local <= world:
         raise ConfigError(f"RANK {rank} or LOCAL_WORLD_SIZE {local} does not fit WORLD_SIZE {world}")
@@ -66,11 +72,6 @@ class ExecutorWithExternalLauncher(Executor):
     """One worker in this process, which is one of several."""
 
     def __init__(self, config: VllmConfig) -> None:
-        if trace.proc.startswith(SERVERS):
-            raise ConfigError(
-                "distributed_executor_backend external_launcher is for LLM(...) and `python -m stage03_engine generate`, where every "
-                "process gets all requests; a server gets them in one process only: use mp"
-            )
         self.ranks, local_size = launched(config)
         if config.device_config.device == "cuda":
             self._take_device(local_size)
@@ -135,9 +136,11 @@ class ExecutorWithExternalLauncher(Executor):
         dist.all_reduce(both, dist.ReduceOp.MAX)
         highest, lowest = both[0].item(), -both[1].item()
         if highest != lowest:
-            raise StagesError(
-                f"step {scheduler_output.step}: the processes of the launcher have decided differently; give each the same prompts, in "
-                "the same order, and the same settings"
+            _fail_together(
+                StagesError(
+                    f"step {scheduler_output.step}: the processes of the launcher have decided differently; give each the same prompts, in "
+                    "the same order, and the same settings"
+                )
             )
 
     def _from_last_stage(self, own: ModelRunnerOutput) -> ModelRunnerOutput:
@@ -151,6 +154,19 @@ class ExecutorWithExternalLauncher(Executor):
     def shutdown(self) -> None:
         self.worker.shutdown()
         destroy_distributed()
+
+
+def _fail_together(error: StagesError, environ: Mapping[str, str] = os.environ) -> NoReturn:
+    """Every process of the launcher fails now, and for the same reason: the first one of a machine says it, and torchrun's report at the
+    end, which names the cause if a process has written it into a file, whichever process torchrun saw end first."""
+    if not (report := environ.get("TORCHELASTIC_ERROR_FILE")):
+        raise error
+    said = {"py_callstack": f"stages: error: {error}", "timestamp": str(int(time.time()))}
+    with contextlib.suppress(OSError), open(report, "w", encoding="utf-8") as file:
+        json.dump({"message": {"message": str(error), "extraInfo": said}}, file)
+    if environ.get("LOCAL_RANK", "0") == "0":
+        raise error
+    raise SystemExit(2)
 
 
 def _only_first_prints(ranks: Ranks) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from stage03_engine.args.fields import internal, option
 from stage03_engine.errors import ConfigError
-from stage03_engine.mixins import is_there
+from stage03_engine.mixins import is_there, load
 from stage03_engine.plugins import Feature, Part, wanted
 
 if TYPE_CHECKING:
@@ -23,7 +24,9 @@ EXECUTORS = {
     "several machines": _ROOM + "machines.head:MultiNodeExecutor",
 }
 """--distributed-executor-backend -> class. `uni` is in the walk; the last one is for --nnodes."""
+RAY_WITH_TOKENS = (2, 52)
 BACKENDS = ("uni", "mp", "ray", "external_launcher")
+EXTERNAL_REFUSAL = _ROOM + "launched_lane:refuse_engine_process"
 OWN_EXECUTOR = "stage03_engine.core.features.own_classes.own_workers:make_executor"
 _SECURE = "stage03_engine.nodes"
 PIPELINE_SCHEDULER = _ROOM + "pipeline_scheduler:PipelineScheduler"
@@ -116,14 +119,17 @@ class PipelineFlags:
         layer_partition(config.shape.num_layers, config.parallel_config.pipeline_parallel_size)
         device = config.device_config
         for refused, why in (
-            ("generate" not in config.supported_tasks, "is for models that generate text; leave it out for this one"),
+            (
+                "generate" not in config.supported_tasks,
+                "is for models that generate text, because the last stage answers with tokens alone; leave it out for this one",
+            ),
             (
                 config.scheduler_config.scheduler_cls != PIPELINE_SCHEDULER,
-                "brings its own scheduler: leave out scheduler_cls, or pipeline_parallel_size",
+                "brings its own scheduler, which knows what is in flight: leave out scheduler_cls, or pipeline_parallel_size",
             ),
             (
                 device.attention_backend == "triton" and not getattr(device, "enforce_eager", True),
-                "needs enforce_eager: a CUDA graph has no room for what stages send each other",
+                "needs enforce_eager: a CUDA graph replays the kernels of one GPU, and between them stages wait for each other",
             ),
         ):
             if refused:
@@ -163,6 +169,7 @@ class ParallelFlags(PipelineFlags):
             "executor": [EXECUTORS.get(executor, OWN_EXECUTOR)] if executor != "uni" else [],
             "runner": [_ROOM + "parallel_model:ParallelModelHook"] * several,
             "core": [_ROOM + "pipeline_core:PipelineEngineCore"] * (parallel.pipeline_parallel_size > 1),
+            "core_proc": [EXTERNAL_REFUSAL] * (executor == "external_launcher"),
             # before the one that opens the trace
             "trace": [_ROOM + "launched_lane:name_lane"]
             * (several and executor == "external_launcher" and _is_traced(config)),
@@ -228,10 +235,32 @@ def _check_workers(config: Any, parallel: ParallelConfig) -> None:
         raise ConfigError(
             "distributed_executor_backend ray needs Ray, which is not installed: pip install --editable '.[ray]' adds it; mp works without it"
         )
+    if parallel.executor == "ray":
+        _check_ray_version()
     if parallel.executor in ("mp", "ray") and getattr(config.observability_config, "profiler_dir", None) is not None:
         raise ConfigError(
             f"profiler_dir records the engine process, but with distributed_executor_backend {parallel.executor} the model runs in others; "
             "leave out one of the two"
+        )
+
+
+def check_serve(config: Any) -> None:
+    """Called before a server starts anything. Raises ConfigError for an executor that no server can have."""
+    if config.parallel_config.executor == "external_launcher":
+        load(EXTERNAL_REFUSAL)()
+
+
+def _check_ray_version() -> None:
+    """Raises ConfigError for a Ray without tokens: whoever reaches its ports runs code in the workers."""
+    try:  # of the package: Ray reads its variables when it is imported, and they are not set yet
+        found = version("ray")
+    except PackageNotFoundError:
+        found = "of no known version"
+    if tuple(int(part) for part in found.split(".")[:2] if part.isdecimal()) < RAY_WITH_TOKENS:
+        least = ".".join(map(str, RAY_WITH_TOKENS))
+        raise ConfigError(
+            f"distributed_executor_backend ray needs Ray {least} or newer, the first that can ask for a token, and this is {found}: "
+            "pip install --editable '.[ray]' --upgrade brings one"
         )
 
 
@@ -240,7 +269,10 @@ FEATURE = Feature(
     help="several workers for one model: tensor parallelism, pipeline stages, processes, Ray, torchrun, several machines",
     room=__package__,
     settings={"SchedulerConfig": PipelineStages, "VllmConfig": ParallelFlags},
-    parts=(Part("replay", PIPELINE_SCHEDULER, key=PIPELINE_SCHEDULER),),
+    parts=(
+        Part("replay", PIPELINE_SCHEDULER, key=PIPELINE_SCHEDULER),
+        Part("serve", ".manifest:check_serve", key="check"),
+    ),
     conflicts={
         ("pipeline_parallel_size", "async_scheduling"): "the steps of several stages overlap already",
         ("pipeline_parallel_size", "speculative_config"): "only the last stage would know which drafts were accepted",

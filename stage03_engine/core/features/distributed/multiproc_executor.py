@@ -237,7 +237,7 @@ class MultiprocExecutor(SeveralWorkers):
         every = all_ranks(config)
         check_devices(config, config.parallel_config.local_world_size)
         self._output_rank = next(each.rank for each in every if each.is_last_stage)
-        self.workers = self.processes(config, [lane_of(each) for each in every])
+        self.workers = self.processes(config, [lane_of(config, each) for each in every])
         self._end = weakref.finalize(self, self.workers.close)  # also when the executor is dropped without a shutdown
         self._in_flight: deque[int] = deque()  # numbers of steps
         if trace.on:

@@ -4,14 +4,20 @@ Ray chooses the node, starts the processes and notices their end. All actors of 
 (STRICT_PACK): workers exchange tensors in every layer, and a network between them would cost more than a second GPU gains. RAY_ADDRESS
 names a cluster to join. Without it, the engine starts a cluster on this machine, and ends it again.
 
-The calls are Ray's. Arguments and results are bytes, the same msgpack that MultiprocExecutor sends.
+The calls are Ray's. Arguments and results are bytes, the same msgpack that MultiprocExecutor sends. But Ray itself speaks pickle: whoever
+reaches one of its ports runs code in the workers. So a cluster of the engine's own listens on the loopback interface alone, and asks for a
+token; one that others have started is theirs to protect.
 """
 
 from __future__ import annotations
 
+import importlib
+import logging
 import os
+import secrets
 import shutil
 import socket
+import sys
 import tempfile
 import threading
 from collections import deque
@@ -46,6 +52,12 @@ from stagetrace import trace
 PLACE_SECONDS = 60.0  # for a busy cluster to make room
 SHUTDOWN_SECONDS = 3.0
 KNOCK_SECONDS = 5.0
+SHUT_IN = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # what Ray does on these by itself, here too: no other machines, and so only loopback
+}
+TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+logger = logging.getLogger(__name__)
 Answer = tuple[bytes, bytes, bytes]  # kind, payload, cause
 
 
@@ -111,12 +123,10 @@ class RayDistributedExecutor(SeveralWorkers):
     """Actors in a placement group."""
 
     def __init__(self, config: VllmConfig) -> None:
-        import ray
-
         self.config = config
-        self._ray = ray
+        self._ray = ray = import_ray()
         every = all_ranks(config)
-        self.lanes = [lane_of(each) for each in every]
+        self.lanes = [lane_of(config, each) for each in every]
         self._output_rank = next(each.rank for each in every if each.is_last_stage)
         self._actors: list[Any] = []
         self._group: Any = None
@@ -261,6 +271,27 @@ class RayDistributedExecutor(SeveralWorkers):
             shutil.rmtree(Path(self._meeting.removeprefix("file://")).parent, ignore_errors=True)
         if self._own_cluster:
             ray.shutdown()
+
+
+def import_ray() -> Any:
+    """Ray, which reads its variables when it is imported. Raises ConfigError if a cluster of the engine's own could not be shut in."""
+    known = sys.modules.get("ray")
+    if os.environ.get("RAY_ADDRESS"):
+        if os.environ.get("RAY_AUTH_MODE") != "token":
+            logger.warning("RAY_AUTH_MODE is not token: whoever reaches a port of this Ray cluster can run code in it.")
+    elif known is None or not known.is_initialized():
+        for name, value in SHUT_IN.items():
+            found = os.environ.get(name) if known else os.environ.setdefault(name, value)
+            if found != value:
+                raise ConfigError(
+                    f"environment variable {name} is {found!r}, and a Ray cluster that the engine starts needs {value!r}, before anything "
+                    "imports ray; RAY_ADDRESS names a cluster of your own"
+                )
+        if not any(map(os.environ.get, TOKENS)):
+            os.environ[TOKENS[0]] = secrets.token_hex(
+                32
+            )  # Ray would write one into a file, for all clusters of this user
+    return importlib.import_module("ray")
 
 
 def _join_cluster(ray: Any) -> None:

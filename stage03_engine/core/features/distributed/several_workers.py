@@ -12,7 +12,6 @@ from stage03_engine.core.kv_cache_size import CPU_DEFAULT_BYTES
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
 from stage03_engine.core.worker import Executor
 from stage03_engine.errors import ConfigError
-from stagetrace import trace
 
 
 class SeveralWorkers(Executor):
@@ -59,10 +58,10 @@ def all_ranks(config: VllmConfig) -> list[Ranks]:
     return [Ranks(rank, *sizes) for rank in range(parallel.world_size)]
 
 
-def lane_of(ranks: Ranks) -> str:
-    """A worker's name in the trace and the log. Those of a second engine have its number: Worker_DP1_TP0."""
-    engine = trace.proc.removeprefix("EngineCore_")
-    return ranks.lane.replace("Worker", f"Worker_{engine}", 1) if engine not in (trace.proc, "DP0") else ranks.lane
+def lane_of(config: VllmConfig, ranks: Ranks) -> str:
+    """A worker's name in the trace and the log. Those of several engines have the number of theirs, vLLM's way: Worker_DP0_TP0."""
+    engine = getattr(config.observability_config, "engine_index", None)
+    return ranks.lane if engine is None else ranks.lane.replace("Worker", f"Worker_DP{engine}", 1)
 
 
 def threads_each(config: VllmConfig, num_workers: int) -> int | None:

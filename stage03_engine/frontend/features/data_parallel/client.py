@@ -228,6 +228,10 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
             if (engine := self._engines.get(index)) is not None and engine.is_alive:
                 await self._abort(engine, ids)
 
+    def engine_of(self, request_id: str) -> int | None:
+        in_flight = self._requests.get(request_id)
+        return None if in_flight is None else in_flight.engine
+
     async def _abort(self, engine: Engine, request_ids: list[str]) -> None:
         with contextlib.suppress(EngineDeadError):
             await engine.client.abort_requests_async(request_ids)

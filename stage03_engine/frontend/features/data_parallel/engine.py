@@ -6,6 +6,7 @@ import asyncio
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.frontend.core_client import AsyncEngineCoreClient, AsyncMPClient
@@ -24,10 +25,10 @@ class DPAsyncMPClient(AsyncMPClient):
     (vllm/v1/engine/core_client.py)."""
 
     def __init__(self, config: VllmConfig, engine_index: int | None = None) -> None:
-        super().__init__(config)
         self._is_alone = engine_index is None  # then the GPUs have been divided among the servers already
         [first, *_] = config.data_parallel_config.engine_indices
         self.engine_index = first if engine_index is None else engine_index
+        super().__init__(numbered(config, self.engine_index))
 
     def start_process(self) -> None:
         if self._is_alone:
@@ -78,6 +79,14 @@ class Engine:
     def is_alive(self) -> bool:
         """Does it answer?"""
         return self.state in (EngineState.READY, EngineState.DRAINING)
+
+
+def numbered(config: VllmConfig, engine_index: int) -> VllmConfig:
+    """The settings of one engine of several, which its workers are named after: Worker_DP1_TP0."""
+    if config.data_parallel_config.data_parallel_size == 1:
+        return config
+    observed: Any = config.observability_config  # with the fields that features add
+    return replace(config, observability_config=replace(observed, engine_index=engine_index))
 
 
 def share_of(config: VllmConfig, size: int, later: bool = False) -> VllmConfig:

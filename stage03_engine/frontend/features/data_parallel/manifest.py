@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from stage03_engine.args.cpu import find_cores
-from stage03_engine.args.fields import option
+from stage03_engine.args.fields import internal, option
 from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import is_there
 from stage03_engine.plugins import Feature, Part
@@ -120,6 +120,13 @@ class DataParallelConfig:
 
 
 @dataclass(frozen=True)
+class EngineNumber:
+    """Part of ObservabilityConfig: it names processes, and changes nothing that they compute."""
+
+    engine_index: int | None = internal(None)  # of several engines: which one these settings are for
+
+
+@dataclass(frozen=True)
 class DataParallelFlags:
     """Part of VllmConfig."""
 
@@ -215,7 +222,7 @@ FEATURE = Feature(
     help="several engines behind one address, on this machine and others",
     room=__package__,
     also=("stage02_server.features.data_parallel",),
-    settings={"VllmConfig": DataParallelFlags},
+    settings={"ObservabilityConfig": EngineNumber, "VllmConfig": DataParallelFlags},
     parts=(Part("routes", "stage02_server.features.data_parallel.routes:install", key="client"),),
     after=("front_ends",),
     events=(

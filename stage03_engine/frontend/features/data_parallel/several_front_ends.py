@@ -13,7 +13,7 @@ from stage03_engine.frontend.engine_process import EngineProcess
 from stage03_engine.frontend.features.data_parallel.client import DPLBAsyncMPClient
 from stage03_engine.frontend.features.data_parallel.coordinator import CountsLink
 from stage03_engine.frontend.features.data_parallel.devices import own_devices
-from stage03_engine.frontend.features.data_parallel.engine import MakeEngine, share_of
+from stage03_engine.frontend.features.data_parallel.engine import MakeEngine, numbered, share_of
 from stage03_engine.frontend.features.data_parallel.restart import RestartLimit
 
 if TYPE_CHECKING:
@@ -36,7 +36,8 @@ class LauncherDecides(RestartLimit):
 def start_engine(config: VllmConfig, index: int, later: bool) -> EngineProcess:
     """The process of one of the engines, with its part of the machine; `later`: as in `share_of`. Raises OSError, and ConfigError if there is no GPU for it."""
     with own_devices(config, index):
-        return EngineProcess(share_of(config, config.data_parallel_config.data_parallel_size, later), index)
+        config = share_of(config, config.data_parallel_config.data_parallel_size, later)
+        return EngineProcess(numbered(config, index), index)
 
 
 def make_front_end(config: VllmConfig, link: LauncherLink, make_engine: MakeEngine) -> DPLBAsyncMPClient:

@@ -89,9 +89,9 @@ class PrometheusStatLogger(StatLogger):
     def record(self, scheduler: SchedulerStats | None, iteration: IterationStats, engine_index: int = 0) -> None:
         self._of(engine_index).record(scheduler, iteration)
 
-    def request_aborted(self) -> None:
-        """Counted for the first engine, because nobody here knows which engine had the request."""
-        next(iter(self._engines.values())).request_aborted()
+    def request_aborted(self, engine_index: int | None = None) -> None:
+        """A request that no engine had yet counts for the first one."""
+        (next(iter(self._engines.values())) if engine_index is None else self._of(engine_index)).request_aborted()
 
 
 class _EngineMetrics:

@@ -19,7 +19,7 @@ from stage03_engine.errors import ConfigError, EngineStartError, StagesError
 from stage03_engine.frontend.core_client import bind_sockets
 from stage03_engine.frontend.engine_process import EngineProcess
 from stage03_engine.frontend.features.data_parallel.devices import own_devices
-from stage03_engine.frontend.features.data_parallel.engine import share_of
+from stage03_engine.frontend.features.data_parallel.engine import numbered, share_of
 from stage03_engine.frontend.features.data_parallel.manifest import DataParallelConfig
 from stage03_engine.frontend.features.data_parallel.nodes.messages import (
     EQUAL,
@@ -80,7 +80,7 @@ class _Launch:
             if self._is_over:
                 raise EngineStartError("this start was overtaken by another")
             with own_devices(config, place):
-                self.process = EngineProcess(config, self.engine)
+                self.process = EngineProcess(numbered(config, self.engine), self.engine)
             return self.process
 
     def end(self) -> None:
