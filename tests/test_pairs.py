@@ -50,6 +50,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "cache of 8 bits": {"kv_cache_dtype": "int8"},
     "batch invariant": {"batch_invariant": True},
     "eager": {"enforce_eager": True},
+    "threads by lateness": {"adaptive_threads": True},
     "unbound": {"cpu_omp_threads_bind": "nobind"},
     "checked": {"check_invariants": True},
     "traced layers": {"trace": "FOLDER", "trace_layers": True},
