@@ -187,7 +187,7 @@ def _check_scale(reader: Reader, layer: str, grid: Grid, dtype: torch.dtype) -> 
 
 def _cache_scales(config: VllmConfig) -> Callable[[str], str | None]:
     """Says which tensors are for the KV cache; none if it holds plain numbers."""
-    plain = getattr(config.cache_config, "kv_cache_dtype", "auto") == "auto"
+    plain = getattr(config.cache_config, "kv_cache_dtype", "auto") in ("auto", config.model_config.dtype)
     found: Callable[[str], str | None] = (lambda name: None) if plain else load(CACHE_SCALES)
     return found
 
