@@ -58,6 +58,7 @@ INDEX: tuple[str | Feature, ...] = (
     "stage03_engine.core.features.kv_transfer",
     "stage03_engine.core.features.distributed",
     "stage03_engine.core.features.linear_backend",
+    "stage03_engine.core.features.accuracy",
     "stage03_engine.core.features.quantization",
     "stage03_engine.core.features.kv_cache_dtype",
     "stage03_engine.core.features.batch_invariant",

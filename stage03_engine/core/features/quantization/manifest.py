@@ -108,7 +108,6 @@ FEATURE = Feature(
     name="quantization",
     help="weights of 8 or 4 bits",
     room=__package__,
-    also=("stage03_engine.core.features.accuracy",),  # the command of kv_cache_dtype needs it too
     settings={"ModelConfig": Quantization, "VllmConfig": QuantizationFlags},
     after=("distributed", "lora"),
     events=("weights.quantized",),
