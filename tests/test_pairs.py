@@ -47,6 +47,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "plain products": {"linear_backend": "torch"},
     "int8": {"quantization": "int8"},
     "int4": {"quantization": "int4"},
+    "fp8": {"quantization": "fp8", "linear_backend": "torch"},
     "cache of 8 bits": {"kv_cache_dtype": "int8"},
     "batch invariant": {"batch_invariant": True},
     "eager": {"enforce_eager": True},
@@ -78,7 +79,7 @@ ELSEWHERE = {
     "generation_config": "defaults of a model's own file, test_generation_config",
 }
 """Features whose settings are not tried here -> where they are."""
-APART = [("fair", "priority"), ("int8", "int4"), ("batch invariant", "reference"), ("drafts", "draft model")]
+APART = [("fair", "priority"), ("int8", "int4"), ("int8", "fp8"), ("int4", "fp8"), ("batch invariant", "reference"), ("drafts", "draft model")]
 """One setting cannot have two values."""
 BY_VALUE = {
     ("folder", "no prefix cache"): "needs enable_prefix_caching",
@@ -88,7 +89,7 @@ BY_VALUE = {
     for one in ("tensor parallel", "pipeline", "worker process")
 }
 """What a check refuses by the values of more than two settings -> what it says."""
-OTHER_TOKENS = ("int8", "int4", "cache of 8 bits", "plain products", "adapters")
+OTHER_TOKENS = ("int8", "int4", "fp8", "cache of 8 bits", "plain products", "adapters")
 """Other weights, other keys and values, other inputs of int8 products, one more request: those in a pair are the only ones that may change its tokens."""
 
 
