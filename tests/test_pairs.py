@@ -79,8 +79,16 @@ ELSEWHERE = {
     "generation_config": "defaults of a model's own file, test_generation_config",
 }
 """Features whose settings are not tried here -> where they are."""
-APART = [("fair", "priority"), ("int8", "int4"), ("int8", "fp8"), ("int4", "fp8"), ("batch invariant", "reference"), ("drafts", "draft model")]
-"""One setting cannot have two values."""
+APART = [
+    ("fair", "priority"),
+    ("int8", "int4"),
+    ("int8", "fp8"),
+    ("int4", "fp8"),
+    ("batch invariant", "reference"),
+    ("drafts", "draft model"),
+    ("tensor parallel", "fp8"),  # each worker rounds its slice of a matrix by a scale of its own
+]
+"""One setting cannot have two values; and what makes other tokens, and should."""
 BY_VALUE = {
     ("folder", "no prefix cache"): "needs enable_prefix_caching",
     ("draft model", "folder"): "kv_transfer_config cannot be combined with a draft model",
