@@ -12,7 +12,7 @@ from time import monotonic, thread_time
 from torch import Tensor
 
 from stage03_engine.config import VllmConfig
-from stage03_engine.core.features.adaptive_threads.policy import ThreadPolicy
+from stage03_engine.core.features.adaptive_threads.policy import ThreadPolicy, Window
 from stage03_engine.core.hooks import RunnerHook
 from stage03_engine.core.input_batch import StepInputs
 from stage03_engine.core.model_runner import ModelRunner
@@ -38,7 +38,8 @@ class AdaptiveThreadsHook(RunnerHook):
         super().__init__(runner, config)
         most: int = config.device_config.num_threads or 1
         self.policy = ThreadPolicy(most)
-        self._steps, self._seconds, self._busy = 0, 0.0, 0.0
+        self._steps, self._tokens, self._seconds, self._busy = 0, 0, 0.0, 0.0
+        self._late = 0.0  # how late the threads were when there were fewer from then on
         self._told, self._told_at = most, float("-inf")
 
     def forward(self, inputs: StepInputs, run: Callable[[StepInputs], Tensor]) -> Tensor:
@@ -47,6 +48,7 @@ class AdaptiveThreadsHook(RunnerHook):
         hidden = run(inputs)
         end = monotonic()
         self._steps += 1
+        self._tokens += len(inputs.input_ids)
         self._seconds += end - start
         self._busy += thread_time() - busy
         if self._steps >= WINDOW_STEPS and self._seconds >= WINDOW_SECONDS:
@@ -56,21 +58,22 @@ class AdaptiveThreadsHook(RunnerHook):
     def _decide(self, now: float) -> None:
         """The window is over."""
         before, waiting = self.policy.threads, round(self._seconds / max(self._busy, 1e-9), 2)
-        threads = self.policy.decide(self._seconds, self._busy)
-        self._steps, self._seconds, self._busy = 0, 0.0, 0.0
+        threads = self.policy.decide(Window(self._seconds, self._busy, self._steps, self._tokens))
+        self._steps, self._tokens, self._seconds, self._busy = 0, 0, 0.0, 0.0
+        self._late = waiting if threads < before else self._late
         if threads != before:
             limit_threads(threads)
             if trace.on:
                 trace.emit("threads.changed", before=before, threads=threads, late=waiting, trial=self.policy.trying)
         if threads != self._told and not self.policy.trying and now - self._told_at >= SECONDS_BETWEEN_LINES:
-            self._tell(threads, waiting)
+            self._tell(threads)
             self._told, self._told_at = threads, now
 
-    def _tell(self, threads: int, waiting: float) -> None:
+    def _tell(self, threads: int) -> None:
         if threads < self._told:
             logger.info(
                 "Other work has the cores: a forward pass took %.1f times as long as it computed, so %d of %d compute threads go on; "
-                "more are tried now and then (--num-threads %d keeps them all)", waiting, threads, self.policy.most, self.policy.most,
+                "more are tried now and then (--num-threads %d keeps them all)", self._late, threads, self.policy.most, self.policy.most,
             )  # fmt: skip
         else:
             logger.info("%d of %d compute threads again", threads, self.policy.most)
