@@ -52,9 +52,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "plain products": {"linear_backend": "torch"},
     "int8": {"quantization": "int8"},
     "int4": {"quantization": "int4"},
+    "fp8": {"quantization": "fp8", "linear_backend": "torch"},
     "cache of 8 bits": {"kv_cache_dtype": "int8"},
     "batch invariant": {"batch_invariant": True},
     "eager": {"enforce_eager": True},
+    "threads by lateness": {"adaptive_threads": True},
     "unbound": {"cpu_omp_threads_bind": "nobind"},
     "checked": {"check_invariants": True},
     "traced layers": {"trace": "FOLDER", "trace_layers": True},
@@ -83,10 +85,11 @@ ELSEWHERE = {
 }
 """Features whose settings are not tried here -> where they are."""
 APART = [
-    ("fair", "priority"), ("int8", "int4"), ("batch invariant", "reference"),
+    ("fair", "priority"), *itertools.combinations(("int8", "int4", "fp8"), 2), ("batch invariant", "reference"),
     *itertools.combinations(("drafts", "draft model", "EAGLE head"), 2),
+    ("tensor parallel", "fp8"),  # each worker rounds its slice of a matrix by a scale of its own
 ]  # fmt: skip
-"""One setting cannot have two values."""
+"""One setting cannot have two values; and what makes other tokens, and should."""
 BY_VALUE = {
     ("folder", "no prefix cache"): "needs enable_prefix_caching",
     ("draft model", "folder"): "kv_transfer_config cannot be combined with a draft model",
@@ -96,7 +99,7 @@ BY_VALUE = {
     for one in ("tensor parallel", "pipeline", "worker process")
 }
 """What a check refuses by the values of more than two settings -> what it says."""
-OTHER_TOKENS = ("int8", "int4", "cache of 8 bits", "plain products", "adapters")
+OTHER_TOKENS = ("int8", "int4", "fp8", "cache of 8 bits", "plain products", "adapters")
 """Other weights, other keys and values, other inputs of int8 products, one more request: those in a pair are the only ones that may change its tokens."""
 
 

@@ -27,6 +27,7 @@ from triton.compiler import ASTSource, make_backend
 from stage04_kernels.features.kv_cache_8bit import triton_kernels as codes
 from stage04_kernels.features.kv_cache_8bit.formats import FORMATS
 from stage04_kernels.triton_kernels import (
+    byte_linear,
     int4_linear,
     kv_write,
     layers,
@@ -208,6 +209,7 @@ def other_variants(dtype: str = "bf16") -> Iterator[Variant]:
     yield Variant("silu_and_mul", layers._silu_and_mul, {"TILE": 1024}, gate, dtype=dtype)
     yield from _low_rank_variants(dtype)
     yield from _int4_variants(dtype)
+    yield from _byte_variants(dtype)
 
 
 def _int4_variants(dtype: str) -> Iterator[Variant]:
@@ -229,6 +231,16 @@ def _int4_variants(dtype: str) -> Iterator[Variant]:
             yield Variant(
                 f"int4 linear {rows} rows, groups of {group}", int4_linear._int4_linear, constants, types, dtype=dtype
             )
+
+
+def _byte_variants(dtype: str) -> Iterator[Variant]:
+    """A matrix of Llama 3 8B in int8 and in fp8, for a decode and for a prompt."""
+    types = {"x_ptr": "x", "code_ptr": "u8", "scale_ptr": "f32", "bias_ptr": "x", "y_ptr": "x"}
+    own = {"IN": 4096, "OUT": 4096, "HAS_BIAS": True, "BLOCK_K": byte_linear.BLOCK_K, "UPCAST": False}
+    for name, fp8 in (("int8", False), ("fp8", True)):
+        for rows in (byte_linear.FEW_ROWS,) if dtype == "f32" else byte_linear.OUTPUTS:
+            constants = own | {"FP8": fp8, "BLOCK_M": rows, "BLOCK_N": byte_linear.OUTPUTS[rows]}
+            yield Variant(f"{name} linear {rows} rows", byte_linear._byte_linear, constants, types, dtype=dtype)
 
 
 def _low_rank_variants(dtype: str) -> Iterator[Variant]:

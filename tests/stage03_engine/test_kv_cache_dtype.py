@@ -121,7 +121,7 @@ def test_a_server_says_how_many_blocks_there_are(server: tuple[str, ServerProces
 
 
 @pytest.mark.parametrize(
-    "name", ["nvfp4", "bfloat16", "fp8_inc", "fp8_ds_mla", "int4_per_token_head", "turboquant_4bit_nc", ""]
+    "name", ["nvfp4", "float64", "fp8_inc", "fp8_ds_mla", "int4_per_token_head", "turboquant_4bit_nc", ""]
 )
 def test_what_is_not_built_is_refused_in_one_line(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"^kv_cache_dtype {name} is not supported: .*fp8_per_token_head$"):

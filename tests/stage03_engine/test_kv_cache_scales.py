@@ -182,6 +182,23 @@ def test_a_checkpoint_whose_cache_is_quantized_gets_it(plain: dict[str, Path], t
 
 
 @pytest.mark.parametrize(
+    "ends", [("k_scale", "v_scale"), ("kv_scale",), ("k_proj.output_scale", "v_proj.output_scale")]
+)
+def test_a_cache_of_full_precision_drops_its_scales(
+    ends: tuple[str, ...], plain: dict[str, Path], tmp_path: Path
+) -> None:
+    """Asked for by the name of --dtype, as in vLLM; also scales with which fp8 would be refused."""
+    config = compressed("pack-quantized", {}, kv_cache_scheme=SCHEME) | {"config_groups": {}}
+    tensors = {NAMES["llama"].format(end): torch.tensor(-1.0) for end in ends}
+    folder = with_tensors(plain["llama"], tmp_path / "m", tensors, config)
+    assert torch.equal(logits(folder, kv_cache_dtype="float32"), logits(plain["llama"]))
+    with pytest.raises(
+        ConfigError, match="kv_cache_dtype bfloat16 needs dtype bfloat16, not float32: leave one of them out"
+    ):
+        loaded(folder, kv_cache_dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
     ("changed", "said"),
     [
         ({"num_bits": 4}, "num_bits = '4' is not supported, only 8"),

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.core.features.linear_backend.pack import pack_model
 from stage03_engine.core.features.quantization import accuracy
-from stage03_engine.core.features.quantization.manifest import product_of
+from stage03_engine.core.features.quantization.manifest import METHODS, TRITON, product_of
 from stage03_engine.core.features.quantization.size import quantized_bytes
 from stage03_engine.core.features.whisper.manifest import ARCHITECTURE, WhisperFlags
 from stage03_engine.core.model_runner import ModelRunner
@@ -33,6 +33,7 @@ from stage03_engine.llm import LLM
 from stage03_engine.model_path import BUNDLED_FOLDER
 from stage03_engine.params.pooling_params import PoolingParams
 from stage03_engine.sampling_params import SamplingParams
+from stage04_kernels.backends.fp8_linear import TorchFp8Linear
 from stage04_kernels.backends.int4_linear import TorchInt4Linear, torch_int4
 from stage04_kernels.backends.int8_linear import (
     TorchInt8Linear,
@@ -165,7 +166,7 @@ def test_logits_are_nearly_those_of_transformers(family: str, name: str, qwen: s
     assert 0 < kl < 1e-3 and agreement >= 0.9
 
 
-@pytest.mark.parametrize("method", ["int8", "int4"])
+@pytest.mark.parametrize("method", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("family", ["gpt2", "qwen2"])
 def test_the_memory_of_the_weights_is_what_a_dry_run_says(family: str, method: str, qwen: str) -> None:
     folder = qwen if family == "qwen2" else str(BUNDLED_FOLDER / "gpt2-tiny")
@@ -176,8 +177,10 @@ def test_the_memory_of_the_weights_is_what_a_dry_run_says(family: str, method: s
 
     config, model = model_of(folder)
     before = sum(parameter.nbytes for parameter in model.parameters())
-    layer = torch_int4 if method == "int4" else TorchInt8Linear
-    pack_model(model, keep(layer), layer_kernels("torch").gelu, keep(TorchInt8Linear))
+    layer, head = {
+        "int8": (TorchInt8Linear, TorchInt8Linear), "int4": (torch_int4, TorchInt8Linear), "fp8": (TorchFp8Linear, TorchFp8Linear),
+    }[method]  # fmt: skip
+    pack_model(model, keep(layer), layer_kernels("torch").gelu, keep(head))
     after = sum(parameter.nbytes for parameter in model.parameters())
     after += sum(product.nbytes for product in made)
     biases = sum(product.bias.nbytes for product in made if product.bias is not None)
@@ -326,7 +329,9 @@ def test_the_output_matrix_of_int4_is_int8_and_the_trace_says_what_was_saved() -
     ("settings", "message"),
     [
         ({"quantization": "awq"}, "quantization awq is not supported: it makes an ordinary checkpoint smaller"),
-        ({"quantization": "fp8"}, "is one of int8, int8_per_channel_weight_only, int4"),
+        ({"quantization": "fp8_per_block"}, "is one of int8, int8_per_channel_weight_only, int4, fp8"),
+        ({"quantization": "fp8", "linear_backend": "auto"}, "fp8 needs a GPU: .* for a CPU, where int8 is as small and fast"),
+        ({"quantization": "fp8", "linear_backend": "native"}, "fp8 needs a GPU"),
         ({"quantization": ""}, "is not supported"),
         ({"quantization": "int8", "linear_backend": "onednn"}, "needs linear_backend auto, native or torch, not onednn"),
         ({"quantization": "int8", "linear_backend": "my:Own"}, "needs linear_backend auto, native or torch, not my:Own"),
@@ -401,15 +406,30 @@ def test_a_text_that_cannot_be_measured_is_refused(
     assert said in capsys.readouterr().err
 
 
-def test_triton_s_backends_have_a_kernel_for_int4() -> None:
-    """The tokens are those of the twin; `--linear-backend torch` switches it off."""
-    config = chosen(quantization="int4", linear_backend="auto", attention_backend="triton-interpret")
-    kernel = "stage04_kernels.triton_kernels.int4_linear:triton_int4"
-    assert product_of(config, "int4") == (kernel, "") and product_of(config, "int8")[0] != kernel
+@pytest.mark.parametrize("method", ["int8", "int8_per_channel_weight_only", "int4", "fp8"])
+def test_triton_s_backends_have_a_kernel(method: str) -> None:
+    """`--linear-backend torch` switches it off."""
+    config = chosen(quantization=method, linear_backend="auto", attention_backend="triton-interpret")
+    kernel = TRITON[method]
+    assert product_of(config, method) == (kernel, "")
     cuda = replace(config.device_config, device="cuda", attention_backend="triton")
-    assert product_of(replace(config, device_config=cuda), "int4") == (kernel, "")
-    by_hand = chosen(quantization="int4", linear_backend="torch", attention_backend="triton-interpret")
-    assert product_of(by_hand, "int4")[0].endswith(":torch_int4")
+    assert product_of(replace(config, device_config=cuda), method) == (kernel, "")
+    assert product_of(replace(config, device_config=replace(cuda, attention_backend="torch")), method)[0] != kernel
+    by_hand = chosen(quantization=method, linear_backend="torch", attention_backend="triton-interpret")
+    assert product_of(by_hand, method)[0] == METHODS[method][0]
+
+
+@pytest.mark.parametrize("method", ["int8", "fp8"])
+def test_the_kernel_of_a_byte_a_weight_makes_the_twin_s_logits(method: str, tmp_path: Path) -> None:
+    folder, logits = first_layers(tmp_path / "model", 1), []
+    for backend in ("auto", "torch"):
+        config = chosen(model=folder, quantization=method, linear_backend=backend, attention_backend="triton-interpret")
+        runner = ModelRunner(config, CPU)
+        runner.load_model()
+        names = {type(layer.product).__name__ for layer in runner.model.modules() if isinstance(layer, Linear)}
+        assert names == {"TritonByteLinear" if backend == "auto" else f"Torch{method.capitalize()}Linear"}
+        logits.append(accuracy.logits_of(runner.model, config, torch.arange(5, 21), torch.float32))
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
 
 
 def test_the_kernel_for_int4_serves(tmp_path: Path) -> None:

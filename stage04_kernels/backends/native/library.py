@@ -103,6 +103,12 @@ def load_library() -> ctypes.CDLL:
         raise NativeError(f"the compiled library cannot be loaded: {error}") from error
 
 
+def limit_threads(most: int | None) -> None:
+    """From now on no function of native.cpp uses more threads than this, whatever it is told, also in recorded calls; None: no limit. The numbers stay the
+    same to the last bit. Raises NativeError."""
+    load_library().limit_threads(2**31 - 1 if most is None else most)
+
+
 TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_long, "f": ctypes.c_float}
 
 

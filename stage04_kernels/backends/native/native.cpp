@@ -5,6 +5,7 @@
 // processor's intrinsics: the same source serves AVX2, AVX-512 and NEON, and whatever it does not know as vectors of 4.
 
 #include <algorithm>
+#include <climits>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -50,6 +51,14 @@ struct bfloat16 {
     bits = value != value ? 0x7fc0 : (wide + 0x7fff + (wide >> 16 & 1)) >> 16;
   }
 };
+
+// Each function is told how many threads it may use at most; a machine that is busy with other work allows fewer. Every number is summed
+// by one thread, in one order, so how many there are shows in no result.
+static int most_threads = INT_MAX;
+
+extern "C" void limit_threads(int count) { most_threads = count; }
+
+static int allowed(int threads) { return std::min(threads, most_threads); }
 
 static floats exp_of(floats x) {
   // 2 ** whole by its bits, 2 ** rest by a polynomial (minimax of degree 5 on [0, 1), off by 2e-7 of the value at most).
@@ -170,7 +179,7 @@ static void linear(
   if (rows <= FEW_ROWS) {
     constexpr int P = PANELS;
     const long groups = (num_panels + P - 1) / P;
-#pragma omp parallel for num_threads(threads) schedule(dynamic, 4)
+#pragma omp parallel for num_threads(allowed(threads)) schedule(dynamic, 4)
     for (long group = 0; group < groups; group++) {
       alignas(64) float sums[FEW_ROWS * P * NR];
       const long first = group * P;
@@ -192,7 +201,7 @@ static void linear(
   // are 4 and 4, not 6 and 2.
   const long num_tiles = (rows + MR - 1) / MR, num_blocks = std::max(1L, rows * inputs / BLOCK);
   const auto row_of = [&](long tile) { return tile * rows / num_tiles; };
-#pragma omp parallel num_threads(threads)
+#pragma omp parallel num_threads(allowed(threads))
   {
     float* sums = new float[rows * NR];
     alignas(64) float wide[KC * NR];
@@ -320,7 +329,7 @@ template <class Bits> struct Integers {
   template <class X> Integers(const X* x, long rows, long inputs, long width, const int32_t* order, int threads)
       : row((inputs + width - 1) / width * padded(width) / QUAD * Bits::LANES),
         groups((inputs + width - 1) / width * each(width)), lanes(rows * row), start(rows * groups), scale(rows * groups) {
-#pragma omp parallel for num_threads(threads) if (rows * inputs > 65536)
+#pragma omp parallel for num_threads(allowed(threads)) if (rows * inputs > 65536)
     for (long m = 0; m < rows; m++)
       for (long g = 0; g < groups; g++) {
         const long first = g / each(width) * width + g % each(width) * GROUP;
@@ -404,7 +413,7 @@ static void integer_linear(
   const long num_panels = (outputs + NR - 1) / NR, all_quads = (inputs + QUAD - 1) / QUAD, panel = all_quads * QUAD * NR;
   const long num_tiles = (rows + Bits::ROWS - 1) / Bits::ROWS;
   const long P = rows == 1 ? PANELS : 1, num_blocks = (num_panels + P - 1) / P;
-#pragma omp parallel num_threads(threads)
+#pragma omp parallel num_threads(allowed(threads))
   {
     std::vector<float> sums(rows * P * NR);
 #pragma omp for schedule(dynamic, 4)
@@ -535,7 +544,7 @@ static void int4_linear(
   const Int4 a = {w, scale, zero, groups * Inputs::padded(width) * NR / 2, groups};
   const long num_tiles = (rows + Codes::ROWS - 1) / Codes::ROWS;
   const long P = rows == 1 ? PANELS : 1, num_blocks = (num_panels + P - 1) / P;
-#pragma omp parallel num_threads(threads)
+#pragma omp parallel num_threads(allowed(threads))
   {
     std::vector<float> sums(rows * P * NR);
 #pragma omp for schedule(dynamic, 4)
@@ -564,7 +573,7 @@ static void int4_linear(
 static void pack_codes(const uint8_t* codes, uint8_t* packed, long inputs, long outputs, long width, int threads) {
   typedef Integers<Codes> Inputs;
   const long num_panels = (outputs + NR - 1) / NR, groups = (inputs + width - 1) / width, panel = groups * Inputs::padded(width) * NR / 2;
-#pragma omp parallel for num_threads(threads)
+#pragma omp parallel for num_threads(allowed(threads))
   for (long p = 0; p < num_panels; p++) {
     std::fill_n(packed + p * panel, panel, 0);
     for (int j = 0; j < std::min<long>(NR, outputs - p * NR); j++)
@@ -580,7 +589,7 @@ template <class T>
 static void pack(const T* w, long row, long column, T* packed, long inputs, long outputs, int threads) {
   constexpr bool quads = std::is_same_v<T, int8_t>;
   const long num_panels = (outputs + NR - 1) / NR, padded = quads ? (inputs + QUAD - 1) / QUAD * QUAD : inputs;
-#pragma omp parallel for num_threads(threads)
+#pragma omp parallel for num_threads(allowed(threads))
   for (long p = 0; p < num_panels; p++)
     for (long k = 0; k < padded; k++)
       for (int j = 0; j < NR; j++) {
@@ -594,7 +603,7 @@ static void pack(const T* w, long row, long column, T* packed, long inputs, long
 
 template <class X>
 static void widen(const X* x, float* out, long count, int threads) {
-#pragma omp parallel for num_threads(threads) if (count > 65536)
+#pragma omp parallel for num_threads(allowed(threads)) if (count > 65536)
   for (long i = 0; i < count; i++) out[i] = x[i];
 }
 
@@ -1030,7 +1039,7 @@ static void attention(
   if (products < 1e5) threads = 1;  // sooner done than another thread wakes up
   const long num_items = items.size() * a.kv_heads, wide = (a.dim + NR - 1) / NR * NR;
   const size_t row = a.kv_heads * a.dim, work_size = (SPAN + 2 * TILE) * wide + TILE * SPAN;
-#pragma omp parallel num_threads(threads)
+#pragma omp parallel num_threads(allowed(threads))
   {
     if (key)
 #pragma omp for
@@ -1086,7 +1095,7 @@ static void norm(
     const T* x, T* residual, const T* weight, const T* bias, T* out, long rows, long size, float eps, bool centred, int threads
 ) {
   const long wide = (size + V - 1) / V * V;
-#pragma omp parallel num_threads(rows * size < 32768 ? 1 : threads)
+#pragma omp parallel num_threads(rows * size < 32768 ? 1 : allowed(threads))
   {
     std::vector<float> row(wide);
 #pragma omp for
@@ -1139,7 +1148,7 @@ static void each(const T* x, const T* y, T* out, long count, int threads, Use us
     unpack(x, a), unpack(y, b);
     repack(use(a[0], b[0]), use(a[1], b[1]), out);
   };
-#pragma omp parallel for num_threads(count < 32768 ? 1 : threads)
+#pragma omp parallel for num_threads(count < 32768 ? 1 : allowed(threads))
   for (long at = 0; at < count / NR * NR; at += NR) some(x + at, y + at, out + at);
   if (const long at = count / NR * NR; at < count) {
     T a[NR] = {}, b[NR] = {};
@@ -1286,7 +1295,7 @@ static void low_rank(
   tiles.push_back(order.size());
   std::vector<float> middle(order.size() * rank);
   const bool few = long(order.size()) * rank * (inputs + outputs) < 1 << 16;
-#pragma omp parallel num_threads(few ? 1 : threads)
+#pragma omp parallel num_threads(few ? 1 : allowed(threads))
   {
 #pragma omp for schedule(static)
     for (long item = 0; item < num_tiles * num_parts; item++) {
@@ -1399,7 +1408,7 @@ static long race(const float* logits, long vocab, uint64_t seed, uint32_t positi
 extern "C" void draw(
     const float* logits, const int64_t* seeds, const int64_t* positions, int64_t* tokens, long rows, long vocab, int threads
 ) {
-#pragma omp parallel for num_threads(threads) schedule(dynamic)
+#pragma omp parallel for num_threads(allowed(threads)) schedule(dynamic)
   for (long r = 0; r < rows; r++) tokens[r] = race(logits + r * vocab, vocab, seeds[r], positions[r]);
 }
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 KERNELS = "stage04_kernels.features.kv_cache_8bit"
 AUTO = "auto"
+PLAIN = ("float32", "bfloat16", "float16")
+"""The model's own format by its name: as auto, but for a checkpoint that asks for fp8."""
 CHOICES = ("fp8", "fp8_e4m3", "fp8_e5m2", "int8", "int8_per_token_head", "fp8_per_token_head")
 HOOK = "stage03_engine.core.features.kv_cache_dtype.kv_cache_dtype:QuantizedCacheHook"
 
@@ -26,7 +28,7 @@ class KVCacheDtype:
 
     kv_cache_dtype: str = option(
         AUTO,
-        "number format of the KV cache: auto = that of --dtype; fp8 or fp8_e4m3, fp8_e5m2 = 8 bits a number; int8 or int8_per_token_head, "
+        "number format of the KV cache: auto = that of --dtype, or fp8 if the checkpoint asks for it; the name of --dtype = no 8 bits whatever it asks for; fp8 or fp8_e4m3, fp8_e5m2 = 8 bits a number; int8 or int8_per_token_head, "
         "fp8_per_token_head = 8 bits, and a scale for each token and head",
     )
 
@@ -38,7 +40,9 @@ class KVCacheDtypeFlags:
     def check(config: VllmConfig) -> None:
         """Raises ConfigError for a format that is not built, and for a model or a size that does not go with it."""
         name, cache = config.cache_config.kv_cache_dtype, config.cache_config
-        if name == AUTO:
+        if is_plain(name):
+            if name not in (AUTO, dtype := config.model_config.dtype):
+                raise ConfigError(f"kv_cache_dtype {name} needs dtype {name}, not {dtype}: leave one of them out")
             return
         if name not in CHOICES:
             raise ConfigError(
@@ -60,13 +64,18 @@ class KVCacheDtypeFlags:
     @staticmethod
     def hooks(config: VllmConfig) -> dict[str, list[str]]:
         """The runner's model gets an attention that writes and reads codes."""
-        return {} if config.cache_config.kv_cache_dtype == AUTO else {"runner": [HOOK]}
+        return {} if is_plain(config.cache_config.kv_cache_dtype) else {"runner": [HOOK]}
+
+
+def is_plain(name: str) -> bool:
+    """Does the cache hold keys and values in the model's own format?"""
+    return name in (AUTO, *PLAIN)
 
 
 def head_layout(config: VllmConfig) -> tuple[str, str, int] | None:
     """What `kv_cache_size.head_layout` says; None if it is in the model's own format."""
     name = config.cache_config.kv_cache_dtype
-    if name == AUTO:
+    if is_plain(name):
         return None
     kv_format = load(KERNELS + ".formats:FORMATS")[load(KERNELS + ".formats:SHORT").get(name, name)]
     return kv_format.name, "uint8", kv_format.head_bytes(config.shape.head_dim)

@@ -23,6 +23,7 @@ from stage03_engine.core.model_runner import ModelRunner
 from stage03_engine.core.models.layers import LanguageModel
 from stage03_engine.core.models.loader import get_model
 from stage03_engine.errors import ConfigError
+from stage04_kernels.backends.fp8_linear import TorchFp8Linear
 from stage04_kernels.backends.int4_linear import native_int4, torch_int4
 from stage04_kernels.backends.int8_linear import (
     TorchInt8Linear,
@@ -40,6 +41,7 @@ FORMATS: dict[str, tuple[str, Any, Any]] = {
     "int8": ("float32", TorchInt8Linear, None),
     "int8, inputs of 16 bits": ("float32", native_int8_weight_only, None),
     "int8, inputs of 8 bits": ("float32", native_int8_with_8_bits, None),
+    "fp8": ("float32", TorchFp8Linear, None),
     "int4": ("float32", torch_int4, TorchInt8Linear),
     "int4, inputs of 8 bits": ("float32", native_int4, native_int8),
 }

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from stage03_engine.config import VllmConfig
-from stage03_engine.core.features.quantization.manifest import no_native, product_of
+from stage03_engine.core.features.quantization.manifest import TRITON_BYTES, no_native, product_of, takes_triton
 from stage03_engine.core.features.quantized_checkpoints.readers import READERS, Grid, Parts, Reader
 from stage03_engine.core.hooks import RunnerHook
 from stage03_engine.core.model_runner import ModelRunner
@@ -127,6 +127,10 @@ class QuantizedCheckpointHook(RunnerHook):
             return by_codes
         if (numbers := grid.whole_numbers()) is not None:
             numbers, scale = numbers.to(device), grid.scale.flatten().to(device, torch.float32)
+            if takes_triton(self.config, "int8"):
+                product_of(self.config, "int8")  # sees to it that Triton interprets, where it is to
+                by_bytes: Packed = load(f"{TRITON_BYTES}:TritonByteLinear")(numbers, scale, bias)
+                return by_bytes
             if twin:
                 return TorchInt8Linear(numbers, bias, None, scale)
             return NativeLinear(numbers, bias, None, scale, input_bits() if reader.inputs_of_8_bits(layer) else 16)
@@ -187,7 +191,7 @@ def _check_scale(reader: Reader, layer: str, grid: Grid, dtype: torch.dtype) -> 
 
 def _cache_scales(config: VllmConfig) -> Callable[[str], str | None]:
     """Says which tensors are for the KV cache; none if it holds plain numbers."""
-    plain = getattr(config.cache_config, "kv_cache_dtype", "auto") == "auto"
+    plain = getattr(config.cache_config, "kv_cache_dtype", "auto") in ("auto", config.model_config.dtype)
     found: Callable[[str], str | None] = (lambda name: None) if plain else load(CACHE_SCALES)
     return found
 

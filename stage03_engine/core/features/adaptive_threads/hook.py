@@ -1,0 +1,83 @@
+"""Measures each forward pass, and tells native.cpp how many threads the next one may use.
+
+Source: none in vLLM, whose compute threads are bound to cores of their own (vllm/v1/worker/cpu_worker.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from time import monotonic, thread_time
+
+from torch import Tensor
+
+from stage03_engine.config import VllmConfig
+from stage03_engine.core.features.adaptive_threads.policy import ThreadPolicy, Window
+from stage03_engine.core.hooks import RunnerHook
+from stage03_engine.core.input_batch import StepInputs
+from stage03_engine.core.model_runner import ModelRunner
+from stage04_kernels.backends.native.library import limit_threads
+from stagetrace import trace
+
+logger = logging.getLogger(__name__)
+WINDOW_STEPS, WINDOW_SECONDS = (
+    4,
+    0.05,
+)  # a window is as long as both ask for: longer than the system lets another program compute at a time
+SECONDS_BETWEEN_LINES = 60.0
+
+
+class AdaptiveThreadsHook(RunnerHook):
+    """Installed with more than one compute thread, unless `--num-threads` is given.
+
+    A thread that waits for the others spins for a moment, which is processor time, then sleeps, which is none; and one whose core another program has gets none
+    either. So wall time over processor time of the thread that calls says how much of a step is waiting.
+    """
+
+    def __init__(self, runner: ModelRunner, config: VllmConfig) -> None:
+        super().__init__(runner, config)
+        most: int = config.device_config.num_threads or 1
+        self.policy = ThreadPolicy(most)
+        self._steps, self._tokens, self._seconds, self._busy = 0, 0, 0.0, 0.0
+        self._late = 0.0  # how late the threads were when there were fewer from then on
+        self._told, self._told_at = most, float("-inf")
+
+    def forward(self, inputs: StepInputs, run: Callable[[StepInputs], Tensor]) -> Tensor:
+        """As it is, timed."""
+        start, busy = monotonic(), thread_time()
+        hidden = run(inputs)
+        end = monotonic()
+        self._steps += 1
+        self._tokens += len(inputs.input_ids)
+        self._seconds += end - start
+        self._busy += thread_time() - busy
+        if self._steps >= WINDOW_STEPS and self._seconds >= WINDOW_SECONDS:
+            self._decide(end)
+        return hidden
+
+    def _decide(self, now: float) -> None:
+        """The window is over."""
+        before, waiting = self.policy.threads, round(self._seconds / max(self._busy, 1e-9), 2)
+        threads = self.policy.decide(Window(self._seconds, self._busy, self._steps, self._tokens))
+        self._steps, self._tokens, self._seconds, self._busy = 0, 0, 0.0, 0.0
+        self._late = waiting if threads < before else self._late
+        if threads != before:
+            limit_threads(threads)
+            if trace.on:
+                trace.emit("threads.changed", before=before, threads=threads, late=waiting, trial=self.policy.trying)
+        if threads != self._told and not self.policy.trying and now - self._told_at >= SECONDS_BETWEEN_LINES:
+            self._tell(threads)
+            self._told, self._told_at = threads, now
+
+    def _tell(self, threads: int) -> None:
+        if threads < self._told:
+            logger.info(
+                "Other work has the cores: a forward pass took %.1f times as long as it computed, so %d of %d compute threads go on; "
+                "more are tried now and then (--num-threads %d keeps them all)", self._late, threads, self.policy.most, self.policy.most,
+            )  # fmt: skip
+        else:
+            logger.info("%d of %d compute threads again", threads, self.policy.most)
+
+    def shutdown(self) -> None:
+        """Another engine in this process begins with all."""
+        limit_threads(None)
