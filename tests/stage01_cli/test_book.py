@@ -93,6 +93,11 @@ def test_the_reference_has_every_public_name(module: Path) -> None:
     assert page.count("```") % 2 == 0
 
 
+def notebooks() -> list[Path]:
+    """The sources of all notebooks, paths from the root."""
+    return [path.relative_to(ROOT) for path in sorted(ROOT.glob("notebooks/[0-9][0-9]_*.py"))]
+
+
 def test_each_question_has_one_right_answer_and_says_why_of_all() -> None:
     chapters = {path.with_suffix("").as_posix() for _, found in parts() for path in found}
     counts: dict[str, int] = {}
@@ -103,6 +108,7 @@ def test_each_question_has_one_right_answer_and_says_why_of_all() -> None:
         assert len({choice.text for choice in question.choices}) == len(question.choices)
         assert all(choice.text and choice.why.endswith(".") for choice in question.choices), question.ask
     assert set(counts.values()) == {3}
+    assert {path.with_suffix("").as_posix() for path in notebooks()} <= set(counts), "a notebook without questions"
 
 
 def test_what_is_missing_is_said(
