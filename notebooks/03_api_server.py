@@ -31,7 +31,7 @@ lab.source(api_server.run_server_worker)
 
 # %% [markdown] tags=["predict"]
 # > **Predict.** Six things: (a) the port is bound, (b) the engine process is started, (c) the web framework is imported and the application is built,
-# > (d) the weights are loaded, (e) the KV cache is allocated, (f) the server listens. In which order? Which of them happen in another process?
+# > (d) the weights are loaded, (e) the KV cache is allocated, (f) the server is ready. In which order? Which of them happen in another process?
 # > And which one takes longest?
 
 # %% tags=["predict"]
@@ -53,7 +53,7 @@ SPANS = [  # (process, what, from, to)
     ("APIServer", "import FastAPI, build the app", "output_processor.created", "server.app_built"),
     ("APIServer", "handlers into the state", "server.app_built", "server.state_ready"),
     ("APIServer", "wait for the engine", "server.state_ready", "output_handler.started"),
-    ("APIServer", "uvicorn starts", "output_handler.started", "server.listening"),
+    ("APIServer", "say that it is ready", "output_handler.started", "server.listening"),
     ("EngineCore", "start Python, import torch", "engine.spawned", "engine.hello"),
     ("EngineCore", "handshake, executor", "engine.hello", "executor.created"),
     ("EngineCore", "weights", "executor.created", "weights.loaded"),
@@ -130,8 +130,8 @@ lab.compare(
 # %% [markdown]
 # ## Why the port comes first
 #
-# A bound port that does not listen refuses connections, so nobody is served too early. But a second server on that port learns it at once, not after
-# having loaded a model.
+# Until HTTP is up a bound port refuses connections, and from then on until the model is loaded each request gets a 503: nobody is served too early. But a second server on
+# that port learns it at once, not after having loaded a model.
 
 # %%
 with lab.serve() as server:
@@ -145,7 +145,7 @@ with lab.serve() as server:
     seconds = time.perf_counter() - begin
 print(second.stderr.strip().replace(port, "PORT"))
 print(
-    f"exit code {second.returncode}, after {seconds * 1000:.0f} ms; a server listens after {ms['server.listening']:.0f} ms"
+    f"exit code {second.returncode}, after {seconds * 1000:.0f} ms; a server is ready after {ms['server.listening']:.0f} ms"
 )
 
 # %% [markdown]

@@ -207,7 +207,7 @@ print("an engine has imported torch, transformers:", *imported)
 # > - *`AutoModelForCausalLM.from_pretrained()`* (*Component Initialization*, 15). The engine has its own model classes.
 # > - *"~100x faster than prefill"* for a decode step after a prompt of six tokens (*REST API to Inference*, timeline). Both read all weights once.
 # > - *Log-probabilities come after temperature and filters* (*REST API to Inference*, layer 11). They are of the model's own logits.
-# > - *`finish_reason` "length" after 25 of 50 tokens* (*Executive Summary*, response). "length" says that all 50 came.
+# > - *`finish_reason` "length" after 25 of 50 tokens* (*Executive Summary*, response). "length" says that all 50 came, as long as the context has room for them.
 # > - *`max_tokens` is None by default* (*REST API to Inference*, data structures). 16 for a completion.
 # > - *A chat's `object` is "text_completion"* (*REST API to Inference*, layer 13). "chat.completion".
 
