@@ -122,6 +122,17 @@ def test_what_is_missing_is_said(
     assert "the book is made from the project's folder" in capsys.readouterr().err
 
 
+def test_only_an_earlier_book_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(build, "NEEDED", ())
+    (tmp_path / "mine.txt").write_text("years of work")
+    for place in (tmp_path, tmp_path / "mine.txt"):
+        assert main(["book", "--out", str(place)]) == 2
+        assert "exists and is no book" in capsys.readouterr().err
+    assert (tmp_path / "mine.txt").read_text() == "years of work"
+
+
 # The book itself
 
 

@@ -51,7 +51,7 @@ def commands() -> Iterator[tuple[str, list[str]]]:
             if given["image"] == "vllm-in-stages":
                 yield (
                     f"{name} {service}",
-                    [word.replace("head", "127.0.0.1") if word == "head" else word for word in given["command"]],
+                    ["127.0.0.1" if word in ("head", "head-of-workers") else word for word in given["command"]],
                 )
     for name in SETS:
         for container in containers(name):
@@ -165,12 +165,13 @@ SERVICE = shape(
      "spec": shape({"selector": NAMED, "ports": row(shape({"name": TEXT, "port": WHOLE, "targetPort": TEXT}))})}
 )  # fmt: skip
 CHECK = shape({"test": WORDS, "start_period": TEXT, "interval": TEXT, "timeout": TEXT, "retries": WHOLE})
+NETWORKS = {"type": "object", "additionalProperties": shape({}, {"aliases": WORDS})}
 IN_COMPOSE = shape(
     {"name": TEXT,
      "services": {"type": "object", "additionalProperties": shape({"image": TEXT}, {
          "build": shape({"context": TEXT, "dockerfile": TEXT}), "command": WORDS, "ports": row(TEXT), "volumes": row(TEXT),
          "environment": {"type": "object", "additionalProperties": {"type": ["string", "null"]}}, "init": {"const": True},
-         "restart": {"const": "unless-stopped"}, "stop_grace_period": TEXT, "profiles": WORDS, "networks": WORDS, "secrets": WORDS,
+         "restart": {"const": "unless-stopped"}, "stop_grace_period": TEXT, "profiles": WORDS, "networks": {"oneOf": [WORDS, NETWORKS]}, "secrets": WORDS,
          "configs": row(shape({"source": TEXT, "target": TEXT})),
          "healthcheck": {"oneOf": [CHECK, shape({"disable": {"const": True}})]}})}},
     {"configs": {"type": "object", "additionalProperties": shape({"content": TEXT})},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -19,9 +20,21 @@ from echo_engine_process import PATCH
 from patience import PATIENCE, wait_until
 from server_under_test import ServerProcess, events
 
-from stage03_engine.frontend.features.data_parallel.nodes.messages import EngineGone, launch_frame
-from stage03_engine.messages import ENGINE_CORE_DEAD
-from stage03_engine.nodes.messages import Bye, Join, encode
+from stage03_engine.arg_utils import EngineArgs
+from stage03_engine.frontend.core_client import bind_sockets
+from stage03_engine.frontend.features.data_parallel.nodes.head import NodeHub
+from stage03_engine.frontend.features.data_parallel.nodes.messages import (
+    EQUAL,
+    EngineGone,
+    EngineUp,
+    StartEngine,
+    decode_order,
+    launch_frame,
+)
+from stage03_engine.messages import ENGINE_CORE_DEAD, EngineReady
+from stage03_engine.nodes import hub
+from stage03_engine.nodes.messages import CONTROL, Bye, Join, encode
+from stage03_engine.nodes.sameness import facts_of
 from stage03_engine.nodes.secure_sockets import Connection, NodeSecret
 from stagetrace import read_run
 
@@ -305,6 +318,47 @@ def test_an_engine_that_cannot_start_elsewhere_says_why(tmp_path: Path) -> None:
             r"stages: error: engine 1 on \S+ \(pid \d+\): there is no room for the KV cache", service.head.lines[-1]
         )
         assert node.wait() == 0
+
+
+def test_a_request_to_a_machine_that_has_just_died_leaves_the_hub_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request finds out, not the ping: the engine is gone, and the next machine may join."""
+    monkeypatch.setattr(hub, "PING_SECONDS", 3600.0)
+    config = EngineArgs.from_kwargs(
+        model="gpt2-tiny", data_parallel_size=2, data_parallel_size_local=1, data_parallel_rpc_port=free_port(),
+        data_parallel_address="127.0.0.1", node_secret_required=False,
+    )  # fmt: skip
+    head, contexts = NodeHub(config), (zmq.Context(), zmq.Context())
+
+    def joined() -> tuple[Any, Connection]:
+        remote = head.engine(1)
+        inputs, _ = bind_sockets(contexts[0], remote)
+        node = Connection(contexts[1], zmq.DEALER, head.address, None)
+        node.send(CONTROL, encode(Join("n", [1], facts_of(config, EQUAL), time.monotonic_ns())))
+        orders = []
+        for _ in range(2):
+            assert node.socket.poll(int(PATIENCE * 1000)), "nobody hears the machine"
+            orders.append(decode_order(node.socket.recv_multipart()[1]))
+        assert isinstance(orders[1], StartEngine)
+        node.send(CONTROL, encode(EngineUp(1, remote.launch, EngineReady(10, 100))))
+        remote.up.result(PATIENCE)
+        inputs.recv_multipart()  # a sign that it is there
+        return (remote, inputs), node
+
+    try:
+        (remote, inputs), node = joined()
+        node.close()
+
+        def is_gone() -> bool:
+            inputs.send_multipart([remote.identity, b"a", b"request"])
+            return bool(remote.gone.done())
+
+        wait_until(is_gone, "the request is sent to nobody, and nobody notices")
+        _, again = joined()
+        again.close()
+    finally:
+        head.close()
+        for context in contexts:
+            context.destroy(linger=0)
 
 
 def test_a_node_without_a_head_gives_up(tmp_path: Path) -> None:

@@ -456,6 +456,33 @@ def test_what_came_with_the_first_token_comes_once() -> None:
     )
 
 
+def test_a_second_run_that_ends_too_early_differs() -> None:
+    one = InFlight(request("r", whole=False))
+    one.admit(EngineCoreOutput("r", [5, 6, 7]))
+    one.engine_died()
+    early = one.admit(EngineCoreOutput("r", [5, 6], finish_reason=FinishReason.LENGTH))
+    assert early is not None and early.result == {LOST: 503} and early.finish_reason == FinishReason.ERROR
+
+
+def test_an_id_that_is_used_again_at_once_is_one_request() -> None:
+    """Aborted and asked again while the engine's death is not over: the first one is not sent any more."""
+
+    async def test() -> None:
+        async with front(2) as made:
+            made.client.grace_seconds = 0.001
+            first = await made.add(request("r", whole=False))
+            made.engines[first].die()
+            while made.client._requests["r"].engine is not None:
+                await asyncio.sleep(0)
+            await made.client.abort_requests_async(["r"])
+            second = await made.add(request("r", whole=False))
+            for _ in range(20):
+                await asyncio.sleep(0.001)  # the grace time is over after one
+            assert second != first and made.client._engines[second].num_requests == 1
+
+    asyncio.run(test())
+
+
 def test_what_two_engines_died_with_is_not_sent_to_a_third() -> None:
     """One that kills each engine that computes it must not take all with it. What came in between goes on."""
 

@@ -254,7 +254,7 @@ _ROWS = [
         "distributed/kv_transfer/kv_connector/v1/base.py get_finished"),
     _optional("kv.swapped", 8, ENGINE, {"num_out": "int", "num_in": "int"}, "Blocks were copied to CPU memory (out) and back (in).", "-"),
     _optional("threads.changed", 8, ENGINE, {"before": "int", "threads": "int", "late": "float", "trial": "bool"},
-        "The next steps take another number of compute threads: a forward pass took `late` times as long as the thread that called it computed; trial = one more, for a moment, to see whether it is late again.", "-"),
+        "The next steps take another number of compute threads: a forward pass took `late` times as long as the thread that called it computed; trial = it is undone if the steps become slower.", "-"),
     _optional("spec.scheduled", 8, ENGINE, {"num_tokens": "int", "new_blocks": "list[int]"}, "This many drafts of the request are verified in this step, besides its own tokens.",
         "v1/core/sched/scheduler.py schedule"),
     _optional("spec.verified", 8, ENGINE, {"accepted": "int", "drafted": "int"}, "The model verified the drafts: how many it accepted.",

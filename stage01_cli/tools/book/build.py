@@ -26,6 +26,8 @@ FRONT = """\
 
 What happens between `vllm serve gpt2` and a token: the system itself, small enough to read in a week and real enough to serve. Run it, see it, rebuild it."""
 WALK = "notebooks/pictures/walk.html"
+MARK = "_static/book.css"
+"""By which a book is known: only an earlier one is replaced."""
 SET_UP = 'find_spec("stagetrace")'
 """In the first cell of each notebook, and in no other."""
 
@@ -38,6 +40,8 @@ def build_book(out: Path, pyodide: Path | None = None) -> Iterator[str]:
         )
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         raise ConfigError(f"the book needs {', '.join(missing)}: {HOW_TO}")
+    if out.exists() and not (out.is_dir() and (not any(out.iterdir()) or (out / MARK).exists())):
+        raise ConfigError(f"{out} exists and is no book: --out is a folder that is written anew")
     with tempfile.TemporaryDirectory(prefix="stages-book-") as scratch:
         tree = Path(scratch) / "tree"
         named = write_tree(tree, pyodide is not None)

@@ -74,13 +74,13 @@ def page_data(recording: str | Path | Recording | Run) -> dict[str, Any]:
 
 
 def _places(kinds: Iterable[Any], sources: Iterable[str], rows: list[list[Any]]) -> dict[str, list[str]]:
-    """Name of an event -> [folder of its file, function, and "walk" if the walk through the code stops there], as far as they are known."""
+    """Name of an event and its file -> [folder of its file, function, and "walk" if the walk through the code stops there], as far as they are known."""
     names, files = [kind[0] for kind in kinds], [source.partition(":")[0] for source in sources]
     places = {}
     for name, file in dict.fromkeys((names[row[2]], files[row[3]]) for row in rows):
         place = place_of(VOCABULARY[name].stage, file, name) if name in VOCABULARY else None
         if place is not None:
-            places[name] = [*place, *(["walk"] if is_on_the_walk(place[1]) else [])]
+            places[f"{name} {file}"] = [*place, *(["walk"] if is_on_the_walk(place[1]) else [])]
     return places
 
 

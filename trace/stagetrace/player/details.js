@@ -80,10 +80,11 @@ class EventList {
   /** The line that emitted the event, and its function in the walk through the code: links where the files are, else to be copied. */
   #places({ name, source }) {
     const { root, places, meanings } = this.recording;
-    const [folder, called, walked] = places.get(name) ?? [meanings.get(name).stage, "", ""];
+    const at = `${name} ${source.replace(/:\d+$/, "")}`;
+    const [folder, called, walked] = places.get(at) ?? [meanings.get(name).stage, "", ""];
     const path = [folder, source].filter(Boolean).join("/"), walk = `${WALK}#fn=${encodeURIComponent(called)}`;
     const link = (to, text) => (root ? make("a", { href: `${root}/${to}`, target: "_blank", rel: "noopener" }, text) : make("code", {}, text));
-    const here = places.has(name) ? link(path.replace(/:\d+$/, ""), path) : path;
+    const here = places.has(at) ? link(path.replace(/:\d+$/, ""), path) : path;
     return [["here", here], ...(walked ? [["in the walk", link(walk, root ? called : walk)]] : [])];
   }
 

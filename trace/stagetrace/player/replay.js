@@ -267,7 +267,7 @@ class Recording {
     this.title = data.title;
     this.start = data.start ?? ""; // where to open, as a link says it
     this.root = data.root ?? ""; // the project's folder, if the page is on the same machine
-    this.places = new Map(Object.entries(data.places)); // name of an event -> [folder, function, "walk" if the walk stops there]
+    this.places = new Map(Object.entries(data.places)); // name of an event and its file -> [folder, function, "walk" if the walk stops there]
     this.processes = data.processes.map(([pid, name]) =>
       ({ pid, name, isEngine: name.startsWith("EngineCore"), isWorker: name.startsWith("Worker_"), hasScheduler: false }));
     this.meanings = new Map(data.names.map(([name, phase, stage, meaning, vllm]) => [name, { phase, stage, meaning, vllm }]));
@@ -356,12 +356,6 @@ class Recording {
   /** The short name of a request that an argument names by its id. */
   labelOfId(id) {
     return this.placeOfId.has(id) ? this.label(this.placeOfId.get(id)) : String(id);
-  }
-
-  /** The event with which a request got its n-th output token; -1 if it never did. */
-  tokenAt(req, n) {
-    const found = this.events.find((e) => e.req === req && e.name === "sched.token" && e.args.num_output_tokens >= n);
-    return found ? found.at : -1;
   }
 }
 

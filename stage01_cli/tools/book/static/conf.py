@@ -1,4 +1,4 @@
-"""How Sphinx makes the book out of the folder that tree.py has written. It executes nothing and asks no other host."""
+"""How Sphinx makes the book out of the folder that build.py has written. It executes nothing and asks no other host."""
 
 from pathlib import Path
 from typing import Any

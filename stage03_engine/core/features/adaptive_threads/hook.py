@@ -6,6 +6,7 @@ Source: none in vLLM, whose compute threads are bound to cores of their own (vll
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
 from time import monotonic, thread_time
 
@@ -25,6 +26,8 @@ WINDOW_STEPS, WINDOW_SECONDS = (
     0.05,
 )  # a window is as long as both ask for: longer than the system lets another program compute at a time
 SECONDS_BETWEEN_LINES = 60.0
+_owner: weakref.ref[AdaptiveThreadsHook] | None = None
+"""The hook that decides for this process: a model that drafts, or another engine, has the same threads."""
 
 
 class AdaptiveThreadsHook(RunnerHook):
@@ -36,6 +39,10 @@ class AdaptiveThreadsHook(RunnerHook):
 
     def __init__(self, runner: ModelRunner, config: VllmConfig) -> None:
         super().__init__(runner, config)
+        global _owner
+        self._decides = _owner is None or _owner() is None
+        if self._decides:
+            _owner = weakref.ref(self)
         most: int = config.device_config.num_threads or 1
         self.policy = ThreadPolicy(most)
         self._steps, self._tokens, self._seconds, self._busy = 0, 0, 0.0, 0.0
@@ -44,6 +51,8 @@ class AdaptiveThreadsHook(RunnerHook):
 
     def forward(self, inputs: StepInputs, run: Callable[[StepInputs], Tensor]) -> Tensor:
         """As it is, timed."""
+        if not self._decides:
+            return run(inputs)
         start, busy = monotonic(), thread_time()
         hidden = run(inputs)
         end = monotonic()
@@ -80,4 +89,7 @@ class AdaptiveThreadsHook(RunnerHook):
 
     def shutdown(self) -> None:
         """Another engine in this process begins with all."""
-        limit_threads(None)
+        global _owner
+        if self._decides:
+            _owner = None
+            limit_threads(None)

@@ -70,7 +70,9 @@ def read_head(config: Config, target: ModelFiles) -> ModelShape:
     if isinstance(inner := config.values.get("model"), dict):
         config.values = inner | {key: value for key, value in config.values.items() if key != "model"}
     config.only(_FIXED)
-    for architecture in config.values.get("architectures") or ():
+    if not isinstance(named := config.values.get("architectures") or [], list):
+        config.refuse(f"architectures is {named!r}, not a list")
+    for architecture in named:
         if architecture not in ARCHITECTURES:
             config.refuse(
                 f"architecture {architecture} is not supported for a head; supported: {', '.join(ARCHITECTURES)}"

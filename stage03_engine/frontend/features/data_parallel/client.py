@@ -358,7 +358,7 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
     async def _send_again(self, requests: list[InFlight]) -> None:
         await asyncio.sleep(self.grace_seconds)
         for each in requests:
-            if each.request.request_id in self._requests:  # not aborted meanwhile
+            if self._requests.get(each.request.request_id) is each:  # not aborted meanwhile
                 await self._send(each, again=True)
 
     async def _keep_looking_for_stalls(self) -> None:

@@ -74,6 +74,8 @@ class InFlight:
         if self._num_again == 0:
             output.queued_seconds = output.result = None  # what came with the first token has been passed on
         self._num_again += count
+        if self._num_again < len(self._tokens) and output.finish_reason is not None and output.error is None:
+            return self._differs(output, known)  # it ends too early
         if trace.on and self._num_again == len(self._tokens):
             trace.emit("dp.resumed", req=output.request_id, engine=self.engine, tokens=self._num_again)
         output.new_token_ids = output.new_token_ids[count:]
@@ -84,6 +86,7 @@ class InFlight:
 
     def _differs(self, output: EngineCoreOutput, known: list[int]) -> EngineCoreOutput:
         if trace.on:
-            same = next(i for i, (new, old) in enumerate(zip(output.new_token_ids, known)) if new != old)
-            trace.emit("dp.differed", req=output.request_id, engine=self.engine, token=self._num_again + same)
+            pairs = enumerate(zip(output.new_token_ids, known))
+            place = next((self._num_again + i for i, (new, old) in pairs if new != old), self._num_again)
+            trace.emit("dp.differed", req=output.request_id, engine=self.engine, token=place)
         return _lost(output.request_id, _DIFFERS, 503)

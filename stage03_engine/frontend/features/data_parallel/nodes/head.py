@@ -145,8 +145,8 @@ class NodeHub(Hub[EngineUp | EngineRefused | EngineGone]):
         engine = ends.engine.engine
         first = launch_frame(engine, ends.engine.launch)
         for frames in drain(source):
-            if (peer := self.peer_of(engine)) is not None:
-                self.send_frames(peer, [first, *frames])
+            if (peer := self.peer_of(engine)) is not None and not self.send_frames(peer, [first, *frames]):
+                return  # the machine is lost, and `source` closed
 
     def heard(self, peer: bytes, report: EngineUp | EngineRefused | EngineGone) -> None:
         remote = self._wanted.get(report.engine)
