@@ -286,6 +286,13 @@ def test_a_machine_that_never_comes(port: int) -> None:
         LLM("gpt2-tiny", **SETTINGS, **TWO, master_port=port, distributed_timeout_seconds=1)
 
 
+def test_a_head_whose_name_nobody_knows_yet_is_asked_for_again(port: int) -> None:
+    flags = ("--master-addr", "no.such.machine.invalid", "--distributed-timeout-seconds", "1")
+    with machine(port, *flags) as other:
+        assert "master_addr 'no.such.machine.invalid' is not an address" in error_of(other)
+        assert any("asking again for 1 s" in line for line in other.lines)
+
+
 def test_a_head_that_never_comes(port: int) -> None:
     with machine(port, "--distributed-timeout-seconds", "1") as other:
         assert error_of(other, 1).endswith(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
+import time
 
 import psutil
 
@@ -11,6 +13,7 @@ from stage03_engine.core.features.distributed.manifest import ParallelConfig
 from stage03_engine.errors import ConfigError
 from stage03_engine.nodes.manifest import NodeConfig
 
+logger = logging.getLogger(__name__)
 SECRET_FILE, SECRET_REQUIRED = "STAGES_NODE_SECRET_FILE", "STAGES_NODE_SECRET_REQUIRED"
 
 
@@ -19,13 +22,21 @@ def tcp(address: str, port: int | str) -> str:
     return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
 
 
-def head_address(parallel: ParallelConfig) -> str:
-    """The IP address of machine 0: sockets cannot listen on a name. Raises ConfigError for an unknown name."""
-    try:
-        found = socket.getaddrinfo(parallel.master_addr, None, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise ConfigError(f"master_addr {parallel.master_addr!r} is not an address: {error.strerror}") from None
-    return str(found[0][4][0])
+def head_address(parallel: ParallelConfig, seconds: float = 0.0) -> str:
+    """The IP address of machine 0: sockets cannot listen on a name. A name that is not known yet, as in a cluster that starts, is asked for
+    again for so many seconds. Raises ConfigError for an unknown name."""
+    deadline, has_warned = time.monotonic() + seconds, False
+    while True:
+        try:
+            return str(socket.getaddrinfo(parallel.master_addr, None, type=socket.SOCK_STREAM)[0][4][0])
+        except OSError as error:
+            unknown = f"master_addr {parallel.master_addr!r} is not an address: {error.strerror}"
+        if time.monotonic() >= deadline:
+            raise ConfigError(unknown)
+        if not has_warned:
+            logger.warning("%s; asking again for %.0f s.", unknown, seconds)
+            has_warned = True
+        time.sleep(min(0.5, seconds))
 
 
 def nodes_port(parallel: ParallelConfig) -> int:

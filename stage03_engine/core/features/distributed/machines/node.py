@@ -26,6 +26,7 @@ from stage03_engine.core.features.distributed.machines.messages import (
 )
 from stage03_engine.core.features.distributed.spawned_workers import SpawnedWorkers, worker_environment
 from stage03_engine.errors import ConfigError
+from stage03_engine.nodes.hub import join_seconds
 from stage03_engine.nodes.member import Member
 from stage03_engine.nodes.messages import Bye, Ping, Refusal, Welcome
 from stage03_engine.nodes.sameness import facts_of
@@ -49,7 +50,7 @@ class WorkerNode(Member[StartWorkers]):
     def __init__(self, config: VllmConfig) -> None:
         """Raises ConfigError for a missing model or secret."""
         self._parallel = parallel = config.parallel_config
-        self._facts, self._address = facts_of(config), head_address(parallel)
+        self._facts, self._address = facts_of(config), head_address(parallel, join_seconds(config))
         what, address = f"Machine {parallel.node_rank}", tcp(self._address, nodes_port(parallel))
         super().__init__(config, address, [parallel.node_rank], what)
         self._workers = SpawnedWorkers(lambda lane, code: self.mail.put(partial(self.report, WorkerEnded(lane, code))))
