@@ -104,6 +104,7 @@ def test_every_kernel_of_the_package_is_compiled() -> None:
             "_store_rows",
             "_turn",
             "_weights",
+            "_widened",
             "_tanh",
             "_write_heads",
         ),
