@@ -262,6 +262,7 @@ def test_a_stream_of_a_lost_node_goes_on_elsewhere(service: Service) -> None:
         wait_until(lambda: service.metrics("vllm:num_requests_running") == {"0": 1.0, "1": 1.0}, "both do not run")
         pair.process.kill()
         told = [events(stream.result().text) for stream in streams]
+    assert pair.wait() == -signal.SIGKILL
     texts = ["".join(event["choices"][0]["text"] for event in each) for each in told]
     assert texts[0] == texts[1] and texts[0].startswith(PROMPT)  # the echo's
     service.pair = service.node()  # type: ignore[attr-defined]
