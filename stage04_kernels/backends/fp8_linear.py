@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+
+from stage04_kernels.backends.int8_linear import TorchInt8Linear
 
 MOST = 448.0  # the largest number of float8_e4m3fn
 ROWS = 512  # quantized at a time, so that no matrix is held in float32 several times
@@ -30,21 +31,9 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     return quantized, scale
 
 
-class TorchFp8Linear:
-    """Widens the weights and multiplies in float32, each time anew. Runs on any device; saves memory, and no time. Arguments as in
-    `backends.linear.Pack`."""
+class TorchFp8Linear(TorchInt8Linear):
+    """The same for weights of fp8. Arguments as in `backends.linear.Pack`."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, activation: str | None = None) -> None:
-        self.weight, self.scale = quantize(weight)
-        self.bias, self.activation = bias, activation
-        self.nbytes = self.weight.nbytes + self.scale.nbytes
-
-    def matrix(self) -> Tensor:
-        """float32 [out_features, in_features]"""
-        return self.weight.float() * self.scale[:, None]
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[num_rows, in_features] -> [num_rows, out_features], in x's number format."""
-        y = F.linear(x.float(), self.weight.float()) * self.scale
-        y = y if self.bias is None else y + self.bias.float()
-        return (y if self.activation is None else F.gelu(y, approximate="tanh")).to(x.dtype)
+        codes, scale = quantize(weight)
+        super().__init__(codes, bias, activation, scale)
