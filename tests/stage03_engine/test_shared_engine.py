@@ -14,6 +14,7 @@ from patience import PATIENCE
 from stage03_engine import messages
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.config import VllmConfig
+from stage03_engine.core.features.front_ends.core_proc import JOIN
 from stage03_engine.core.features.front_ends.manifest import FrontEnds
 from stage03_engine.errors import EngineDeadError
 from stage03_engine.frontend.core_client import bind_sockets, decode_outputs
@@ -37,17 +38,18 @@ CONFIG: VllmConfig = replace(ALONE, front_ends=FrontEnds(3))  # type: ignore[cal
 class FrontEnd:
     """The two sockets of one API server."""
 
-    def __init__(self, process: EngineProcess, index: int) -> None:
+    def __init__(self, process: EngineProcess, index: int, name: str = "first") -> None:
         self._context, self._process = zmq.Context(), process
-        own = SimpleNamespace(
-            input_address=f"{process.input_address}_{index}", output_address=f"{process.output_address}_{index}"
-        )
+        self._address = f"{process.output_address}_{index}_{name}"
+        own = SimpleNamespace(input_address=f"{process.input_address}_{index}", output_address=self._address)
         self._input, self._output = bind_sockets(self._context, own)  # type: ignore[arg-type]
         self._output.setsockopt(zmq.RCVTIMEO, int(1000 * PATIENCE))
 
     def wait_for_engine(self) -> None:
+        """And join it."""
         assert self._input.poll(1000 * PATIENCE)
         self._input.recv_multipart()
+        assert self.call(0, JOIN, self._address)
 
     def send(self, kind: Kind, message: Any) -> None:
         self._input.send_multipart([self._process.identity, kind.value, messages.encode(message)])
@@ -67,8 +69,8 @@ class FrontEnd:
         seen = self.until(lambda got: any(o.request_id == name and o.finish_reason is not None for o in got.outputs))
         return [output for outputs in seen for output in outputs.outputs if output.request_id == name]
 
-    def call(self, call_id: int, method: str) -> bool:
-        self.send(Kind.UTILITY, UtilityRequest(call_id, method))
+    def call(self, call_id: int, method: str, *args: str) -> bool:
+        self.send(Kind.UTILITY, UtilityRequest(call_id, method, args=list(args)))
         result = self.until(lambda got: got.utility_result is not None)[-1].utility_result
         assert result is not None and result.call_id == call_id
         return result.result
@@ -176,6 +178,37 @@ def test_what_a_front_end_asked_for_is_aborted_when_it_is_gone(engine: tuple[Eng
     first.until(lambda got: got.scheduler_stats is not None and got.scheduler_stats.num_running == 0)
     first.send(Kind.ADD, request("after"))
     assert sum(len(output.new_token_ids) for output in first.answer("after")) == 8
+
+
+def test_a_process_that_takes_the_place_of_another_gets_nothing_of_it() -> None:
+    """Not even for a request with the same id: what the old one asked for is aborted, and what it had not read yet is dropped."""
+    process = EngineProcess(CONFIG)
+    old, other = FrontEnd(process, 1), FrontEnd(process, 2)
+    kept = [old, other]
+    try:
+        process.shake_hands()
+        old.wait_for_engine()
+        other.wait_for_engine()
+        alone = request("alone")
+        other.send(Kind.ADD, alone)
+        expected = [token for output in other.answer("alone") for token in output.new_token_ids]
+        for generation in range(3):
+            old.send(Kind.ADD, request("same", 480))
+            old.send(Kind.ADD, request("waits", 480))
+            old.until(lambda got: bool(got.outputs))  # outputs come meanwhile that it never reads
+            old.close()
+            new = FrontEnd(process, 1, f"again-{generation}")
+            kept.append(new)
+            new.wait_for_engine()
+            new.send(Kind.ADD, request("same"))
+            assert [token for output in new.answer("same") for token in output.new_token_ids] == expected
+            old = new
+        idle = other.until(lambda got: got.scheduler_stats is not None and got.scheduler_stats.num_running == 0)[-1]
+        assert idle.scheduler_stats is not None and idle.scheduler_stats.num_waiting == 0
+    finally:
+        process.shutdown()
+        for each in kept:
+            each.close()
 
 
 def test_every_front_end_hears_why_the_engine_dies() -> None:

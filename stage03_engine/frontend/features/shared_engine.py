@@ -20,13 +20,15 @@ from typing import Any
 import msgspec
 
 from stage03_engine.config import VllmConfig
-from stage03_engine.errors import EngineStartError
+from stage03_engine.errors import EngineDeadError, EngineStartError
 from stage03_engine.frontend.core_client import AsyncEngineCoreClient, AsyncMPClient
 from stage03_engine.frontend.engine_process import EngineProcess
 from stage03_engine.messages import EngineReady
 from stage03_engine.mixins import load
 from stagetrace import trace
 
+JOIN = "join_front_end"
+"""The call that tells a shared engine where an API server reads outputs (core/features/front_ends)."""
 SEVERAL_ENGINES = "stage03_engine.frontend.features.data_parallel.several_front_ends:make_front_end"
 
 
@@ -256,6 +258,10 @@ class SharedEngineClient(AsyncMPClient):
 
     async def _connect(self, shared: SharedEngine) -> EngineReady:
         ready = await super().start()
+        try:
+            await self.call(JOIN, shared.output_address)
+        except EngineDeadError as error:
+            raise EngineStartError(str(error)) from error
         await shared.wait_for_others()
         return ready
 

@@ -1,5 +1,8 @@
 """An engine process with several front ends: each API server has its own sockets, and gets the outputs of its own requests.
 
+A front end may end at any moment, even by kill -9, and another process may take its place. What the engine still has for the old one never
+reaches the new one: that has an output socket with another name, which it tells when it joins, and until then nobody is there.
+
 Source: vllm/v1/engine/core.py (EngineCoreProc with several input and output addresses, EngineCoreRequest.client_index). Here no message
 names its front end. On the way in the socket tells it; for the way out this process remembers whose request each one is.
 """
@@ -12,8 +15,8 @@ import zmq
 
 from stage03_engine import messages
 from stage03_engine.core.engine_core_proc import EngineCoreProc
+from stage03_engine.core.features.front_ends.deliveries import Aborted, Deliveries, Joined, Left, Requests, To
 from stage03_engine.messages import (
-    ENGINE_CORE_DEAD,
     AbortRequests,
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -23,32 +26,33 @@ from stage03_engine.messages import (
     UtilityResult,
 )
 
-FIRST = 0
-"""The front end that gets the scheduler's statistics, so that they are counted once."""
+JOIN = "join_front_end"
+"""The first call of a front end, with the address of its output socket."""
 WATCH, UNWATCH = "watch_scheduler", "unwatch_scheduler"
 
 
 class SharedEngineCoreProc(EngineCoreProc):
-    """The engine core behind two sockets per front end, whose addresses end in the front end's number.
+    """The engine core behind two sockets per front end: the input address ends in the front end's number.
 
     A front end with requests in the engine gets a message after each step, even if the step has no output for it, as a sign of life.
-    When the front end's process ends, its requests are aborted. `_lock` guards what the main thread and the threads of the sockets share.
+    When the front end's process ends, its requests are aborted.
     """
 
     def __init__(self, init: EngineInit, identity: bytes, engine_index: int) -> None:
         self._num_front_ends = init.config.front_ends.num_front_ends
-        self._lock = threading.Lock()
-        self._owners: dict[str, int] = {}  # request -> its front end
-        self._answered: set[int] = set()  # front ends to be told that their abort was handled
-        self._watchers: set[int] = set()  # front ends with a live view
-        self._gone: set[int] = set()
+        self._requests = Requests()
+        self._present: set[int] = set()  # front ends that have joined, and have not ended; the input thread's own
         super().__init__(init, identity, engine_index)
 
     def _process_input_socket(self, address: str, identity: bytes, connected: threading.Event) -> None:
-        """Input thread: wait for messages from all front ends, and for the end of any."""
+        """Input thread: wait for messages from all front ends, and for the end of any.
+
+        Invariant: the end of a front end is handled before a message of its successor. It is noticed before the successor can connect, so
+        whenever such a message is there, the end is there too: the inputs are polled first, and the ends are handled first.
+        """
         poller = zmq.Poller()
         inputs: dict[zmq.Socket, int] = {}
-        monitors: dict[zmq.Socket, int] = {}
+        monitors: dict[zmq.Socket, zmq.Socket] = {}  # -> the input that it watches
         for index in range(self._num_front_ends):
             socket = self._context.socket(zmq.DEALER)
             socket.setsockopt(zmq.IDENTITY, identity)
@@ -57,18 +61,19 @@ class SharedEngineCoreProc(EngineCoreProc):
             monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             socket.connect(f"{address}_{index}")
             socket.send(b"")  # a ROUTER can only address peers from which it has heard
-            inputs[socket], monitors[monitor] = index, index
+            inputs[socket], monitors[monitor] = index, socket
             poller.register(socket, zmq.POLLIN)
             poller.register(monitor, zmq.POLLIN)
         connected.set()
         try:
             while True:
-                for socket, _ in poller.poll():
-                    frames = socket.recv_multipart()
-                    if socket in inputs:
-                        self._take(inputs[socket], frames)
-                    else:
-                        self._leave(monitors[socket])
+                ready = [socket for socket, _ in poller.poll()]
+                for monitor in (each for each in ready if each in monitors):
+                    monitor.recv_multipart()
+                    self._leave(inputs[monitors[monitor]])
+                    monitors[monitor].send(b"")  # for the next one at this address: ZMQ connects again by itself
+                for socket in (each for each in ready if each in inputs):
+                    self._take(inputs[socket], socket.recv_multipart())
         except zmq.ContextTerminated:
             for socket in (*monitors, *inputs):
                 socket.close(linger=0)
@@ -78,9 +83,13 @@ class SharedEngineCoreProc(EngineCoreProc):
         if (received := self._decode(frames)) is None:
             return
         request_type, message = received
+        if isinstance(message, UtilityRequest) and message.method == JOIN:
+            return self._join(front_end, message)
+        if front_end not in self._present:
+            return  # it has ended since it sent this
         if isinstance(message, EngineCoreRequest):
-            with self._lock:
-                owner = self._owners.setdefault(message.request_id, front_end)
+            with self._requests.lock:
+                owner = self._requests.owners.setdefault(message.request_id, front_end)
             if owner != front_end:  # a refusal from the busy loop would go to the owner, and end its request
                 self._refuse(front_end, message.request_id)
                 return
@@ -89,16 +98,27 @@ class SharedEngineCoreProc(EngineCoreProc):
         self.input_queue.put((request_type, message))
 
     def _refuse(self, front_end: int, request_id: str) -> None:
-        refusal = messages.refusal(request_id, ValueError(f"request id {request_id} is in use"))
-        self.output_queue.put((front_end, refusal))  # type: ignore[arg-type]
+        self._deliver(To(front_end, messages.refusal(request_id, ValueError(f"request id {request_id} is in use"))))
+
+    def _deliver(self, order: To | Joined | Left | Aborted) -> None:
+        """Queue it for the output thread, behind all outputs that were made before."""
+        self.output_queue.put(order)  # type: ignore[arg-type]
+
+    def _join(self, front_end: int, call: UtilityRequest) -> None:
+        """A front end says where it reads outputs. It hears there that it has joined."""
+        [address] = call.args
+        self._present.add(front_end)
+        self._deliver(Joined(front_end, address))
+        self._deliver(To(front_end, EngineCoreOutputs(utility_result=UtilityResult(call.call_id, True))))
 
     def _leave(self, front_end: int) -> None:
         """A front end's process has ended: abort its requests."""
-        with self._lock:
-            self._gone.add(front_end)
-            orphans = [request_id for request_id, owner in self._owners.items() if owner == front_end]
+        self._present.discard(front_end)
+        self._deliver(Left(front_end))
+        with self._requests.lock:
+            orphans = [request_id for request_id, owner in self._requests.owners.items() if owner == front_end]
         self.input_queue.put((EngineCoreRequestType.ABORT, AbortRequests(orphans)))
-        if front_end in self._watchers:
+        if front_end in self._requests.watchers:
             self.input_queue.put((EngineCoreRequestType.UTILITY, UtilityRequest(front_end, UNWATCH)))
 
     def _handle(self, request_type: EngineCoreRequestType | None, message: object) -> None:
@@ -106,53 +126,20 @@ class SharedEngineCoreProc(EngineCoreProc):
             if not self._watch(message.call_id % self._num_front_ends, message.method == WATCH):
                 answer = UtilityResult(message.call_id, True)
                 return self.output_queue.put(EngineCoreOutputs(utility_result=answer))
-        elif isinstance(message, AbortRequests):
-            with self._lock:
-                owners = {self._owners.pop(request_id, None) for request_id in message.request_ids}
-                self._answered |= {owner for owner in owners if owner is not None}
+        elif isinstance(message, AbortRequests):  # an id is free again behind the last output of who had it
+            self._deliver(Aborted(message.request_ids))
         super()._handle(request_type, message)
 
     def _watch(self, front_end: int, watches: bool) -> bool:
         """Note which front ends watch the scheduler. False if one stops and others still watch: then the scheduler goes on."""
-        with self._lock:
-            (self._watchers.add if watches else self._watchers.discard)(front_end)
-            return watches or not self._watchers
+        with self._requests.lock:
+            watchers = self._requests.watchers
+            (watchers.add if watches else watchers.discard)(front_end)
+            return watches or not watchers
 
     def _process_output_socket(self, address: str) -> None:
         """Output thread: send each front end its part of the outputs. Bytes instead of outputs are the death notice and end the thread."""
-        sockets = []
-        for index in range(self._num_front_ends):
-            socket = self._context.socket(zmq.PUSH)
-            socket.set_hwm(0)
-            socket.connect(f"{address}_{index}")
-            sockets.append(socket)
+        deliveries = Deliveries(self._context, self._num_front_ends, self._send, self._requests)
         while not isinstance(outputs := self.output_queue.get(), bytes):
-            parts = {outputs[0]: outputs[1]} if isinstance(outputs, tuple) else self._split(outputs)
-            for index, part in parts.items():
-                if index not in self._gone:
-                    self._send(sockets[index], part)
-        for socket in sockets:
-            if outputs:
-                socket.send_multipart([ENGINE_CORE_DEAD, outputs])
-            socket.close(linger=1000)
-
-    def _split(self, outputs: EngineCoreOutputs) -> dict[int, EngineCoreOutputs]:
-        """Front end -> its part of the outputs."""
-        if (answer := outputs.utility_result) is not None:
-            answer.call_id, front_end = divmod(answer.call_id, self._num_front_ends)
-            return {front_end: outputs}
-        with self._lock:
-            watchers = self._watchers if outputs.trace_events else set()
-            to = {FIRST, *self._owners.values(), *self._answered, *watchers}
-            parts = {one: EngineCoreOutputs(engine_index=outputs.engine_index, step=outputs.step) for one in to}
-            self._answered.clear()
-            for output in outputs.outputs:
-                owner = self._owners.get(output.request_id)
-                if output.finish_reason is not None:
-                    self._owners.pop(output.request_id, None)
-                if owner is not None:  # else aborted meanwhile
-                    parts[owner].outputs.append(output)
-        parts[FIRST].scheduler_stats = outputs.scheduler_stats
-        for watcher in watchers:
-            parts[watcher].trace_events = outputs.trace_events
-        return parts
+            deliveries.handle(outputs)
+        deliveries.end(outputs)
