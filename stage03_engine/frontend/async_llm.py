@@ -89,7 +89,9 @@ class AsyncLLM:
         return cls.from_vllm_config(engine_args.create_engine_config()[0], stat_loggers=stat_loggers)
 
     async def start(self) -> EngineReady:
-        """Wait until the engine core can serve, then run the output handler. Raises EngineStartError."""
+        """Wait until the engine core can serve, then run the output handler; a second call finds it done. Raises EngineStartError."""
+        if self.ready is not None:
+            return self.ready
         self.ready = await self.engine_core.start()
         for stat_logger in self.stat_loggers:
             stat_logger.engine_ready()

@@ -274,8 +274,8 @@ def test_the_end_of_a_unix_socket(start_server: Start, tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_an_api_server_that_is_killed_takes_the_others_along_when_they_are_done(start_server: Start) -> None:
-    server = start_server(*ECHO)
+def test_an_api_server_that_is_not_started_again_takes_the_others_along_when_they_are_done(start_server: Start) -> None:
+    server = start_server(*ECHO, "--data-parallel-restart", "0")
     wait_until_both_serve(server)
     processes = processes_of(server)
     kept = open_folders(processes)
@@ -290,7 +290,7 @@ def test_an_api_server_that_is_killed_takes_the_others_along_when_they_are_done(
         assert client.post("/v1/completions", json=BODY).status_code == 503
         sender.sendall(b"{}")  # the last request that it waits for
     assert server.wait() == 1
-    assert any("APIServer_1 has ended unexpectedly (exit code -9)" in line for line in server.lines)
+    assert any("APIServer_1 has ended unexpectedly (exit code -9" in line for line in server.lines)
     assert not psutil.wait_procs(processes, timeout=PATIENCE)[1] and not kept & folders()
 
 
@@ -420,7 +420,7 @@ def test_two_servers_before_two_engines(start_server: Start, tmp_path: Path) -> 
         "APIServer", "APIServer_0", "APIServer_1", "DPCoordinator", "EngineCore_DP0", "EngineCore_DP1",
     }  # fmt: skip
     assert {event.proc for event in run.named("dp.counts_received")} == {"APIServer_0", "APIServer_1"}
-    assert {event.proc for event in run.named("dp.counts_sent")} == {"APIServer_0"}
+    assert {event.proc for event in run.named("dp.counts_sent")} <= {"APIServer_0", "APIServer_1"}
     assert {event.proc for event in run.named("dp.engine_lost")} == {"APIServer_0", "APIServer_1"}
     assert len(run.named("dp.engine_joined")) == 2 * 3
 

@@ -66,6 +66,8 @@ _ROWS = [
     _optional("api_server.started", 3, SERVER, {"index": "int"}, "One of several API servers has its settings from the launcher.", "entrypoints/launchers/api_server/entry.py run_server_worker"),
     _optional("api_server.ended", 3, SERVER, {"index": "int", "exit_code": "int"}, "The launcher noticed that this API server has ended.",
         "v1/utils.py wait_for_completion_or_failure"),
+    _optional("api_server.restarted", 3, SERVER, {"index": "int", "restarts": "int", "total": "int"},
+        "The launcher started an API server in the place of a dead one: its number, how often that has happened to it, and how often to all.", "-"),
     _optional("server.stopped", 3, SERVER, {"exit_code": "int"}, "The API server is done.", "entrypoints/launchers/api_server/entry.py run_server_worker"),
     _optional("batch.started", 3, SERVER, {"requests": "int", "resumed": "int"}, "A batch file is about to be run; resumed = how many of its answers are there from an earlier run.",
         "entrypoints/launchers/run_batch.py run_batch"),

@@ -45,6 +45,7 @@ class Engines:
         self._processes: dict[int, EngineProcess] = {}
         self._limit: Any = None  # a RestartLimit, with several engines
         self._coordinator: Any = None  # a DPCoordinator, with several engines
+        self._up: dict[int, EngineUp] = {}  # engines that have loaded their model
         self._is_closed = False
 
     def start(self, count: int) -> None:
@@ -59,6 +60,16 @@ class Engines:
     def addresses(self) -> list[tuple[str, str]]:
         """Input and output address of each engine. Those of a server's own ends have its number at the end."""
         return [(engine.input_address, engine.output_address) for _, engine in sorted(self._processes.items())]
+
+    @property
+    def told(self) -> list[Order]:
+        """What a server that comes later must hear: which engines are up."""
+        return list(self._up.values())
+
+    @property
+    def num_restarts(self) -> int:
+        """How often a dead engine has been started again."""
+        return 0 if self._limit is None else self._limit.total
 
     @property
     def coordinator_folder(self) -> str | None:
@@ -80,7 +91,7 @@ class Engines:
             return self._soon(self._refused, index, error)
         except zmq.ZMQError:
             return  # `shutdown` closed the socket
-        self._soon(self._tell, EngineUp(index, ready))
+        self._soon(self._ready, EngineUp(index, ready))
         engine.on_exit(partial(self._soon, self._gone, index))
 
     def _soon(self, handle: Callable[..., None], *args: Any) -> None:
@@ -88,7 +99,12 @@ class Engines:
         with contextlib.suppress(RuntimeError):  # it is closed: all has ended
             self._loop.call_soon_threadsafe(handle, *args)
 
+    def _ready(self, up: EngineUp) -> None:
+        self._up[up.engine] = up
+        self._tell(up)
+
     def _gone(self, index: int, exit_code: int) -> None:
+        self._up.pop(index, None)
         again = self._take()
         self._tell(EngineGone(index, exit_code, again))
         self._go_on(index, again, EngineStartError(f"engine {index} ended unexpectedly (exit code {exit_code})"))

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from stage02_server.api_server import Services
-from stage02_server.features.api_servers.this_server import this_server
+from stage02_server.features.api_servers.this_server import set_engine, this_server
 
 COMPUTED = ("stages:server_state",)
 """Metrics that are computed when they are read. No file has them, so they describe the server that answers."""
@@ -41,6 +41,7 @@ def install(app: FastAPI, services: Services) -> None:
     """Does nothing in a process that is not one of several API servers."""
     if (start := this_server()) is None:
         return
+    set_engine(services.engine)
     services.registry = MergedRegistry(services.registry, start.folder)
     if (tenants := getattr(app.state, "tenants", None)) is not None:
         tenants.share_salts(start.secret)

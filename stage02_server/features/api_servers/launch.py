@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stage02_server.api_server import StopSignals, own_client, prepare_process, setup_server
 from stage02_server.cli_args import FrontendArgs
@@ -23,13 +23,28 @@ from stage02_server.features.api_servers.server_process import ApiServerProcess
 from stage02_server.features.api_servers.this_server import Start
 from stage03_engine.args.cpu import find_cores
 from stage03_engine.args.log import announce
-from stage03_engine.args.processes import private_folder
+from stage03_engine.args.processes import exit_reason, private_folder
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import ConfigError, StagesError
-from stage03_engine.frontend.features.shared_engine import AllConnected, Connected, EngineStalled, Order, Report, Stop
+from stage03_engine.frontend.features.shared_engine import (
+    Alive,
+    AllConnected,
+    Connected,
+    EngineStalled,
+    Order,
+    Report,
+    Stop,
+)
+from stage03_engine.mixins import load
 from stagetrace import trace
 
+if TYPE_CHECKING:
+    from stage03_engine.frontend.features.data_parallel.restart import RestartLimit
+
 logger = logging.getLogger(__name__)
+STALL_SECONDS = 60.0  # as for one of several engines
+QUESTIONS = 4  # that a server leaves unanswered before it counts as halted
+RESTART_LIMIT = "stage03_engine.frontend.features.data_parallel.restart:RestartLimit"
 END_SECONDS = 10.0  # for an API server to end, beyond the time that its requests get
 
 
@@ -86,6 +101,12 @@ def num_engines(config: VllmConfig) -> int:
     return getattr(getattr(config, "data_parallel_config", None), "data_parallel_size", 1)
 
 
+def restart_limit(config: VllmConfig) -> RestartLimit | None:
+    """How often dead servers are started again: as often as dead engines, but counted by themselves. None without that feature: never."""
+    parallel = getattr(config, "data_parallel_config", None)
+    return None if parallel is None else load(RESTART_LIMIT)(parallel.data_parallel_restart)
+
+
 def without_store(args: FrontendArgs) -> FrontendArgs:
     """No server stores responses: the next request for one may reach another server."""
     if not getattr(args, "max_stored_responses", 0):
@@ -100,10 +121,10 @@ def without_store(args: FrontendArgs) -> FrontendArgs:
 
 
 class Launcher:
-    """Starts the engines and the servers. Like vLLM, it ends all of them when a server ends, or an engine that stays dead. The
+    """Starts the engines and the servers, and starts again those that die, as often as --data-parallel-restart says (vLLM ends all of them).
 
-    requests of a dead API server die with it; the other servers finish theirs first, in the time that a signal would give them.
-    All state belongs to the event loop; the threads that wait for processes hand over what they learn.
+    The requests of a dead API server die with it. When one stays dead, the other servers finish theirs first, in the time that a signal would
+    give them. All state belongs to the event loop; the threads that wait for processes hand over what they learn.
     """
 
     def __init__(self, config: VllmConfig, args: FrontendArgs) -> None:
@@ -111,8 +132,10 @@ class Launcher:
         self._loop = asyncio.get_running_loop()
         self._folder = private_folder()  # of the metrics
         self._num_engines = 0 if own_client(args) is not None else num_engines(config)
-        self._engines = Engines(config, self._tell_all, self._is_up, self._engines_end)
-        self._servers: list[ApiServerProcess] = []
+        self._is_up = not self._num_engines  # True once every server has been connected to every engine
+        self._engines = Engines(config, self._tell_all, lambda: self._is_up, self._engines_end)
+        self._limit = restart_limit(config)
+        self._secret = secrets.token_hex(16)
         self._running: set[ApiServerProcess] = set()
         self._connected: Counter[int] = Counter()  # engine -> servers that have a connection to it
         self._is_ending = False
@@ -123,12 +146,15 @@ class Launcher:
     async def run(self, address: str, descriptor: int, stop: StopSignals) -> int:
         """Returns the exit code when all servers have ended. Raises the StagesError of a failed start."""
         self._engines.start(self._num_engines)
-        self._start_servers(address, descriptor)
-        relay = asyncio.create_task(self._relay(stop))
+        self._address, self._descriptor = address, descriptor
+        for index in range(self._args.api_server_count or 0):
+            self._start_server(index)
+        tasks = [asyncio.create_task(self._relay(stop)), asyncio.create_task(self._look_for_stalls())]
         try:
             await self._ended.wait()
         finally:
-            relay.cancel()
+            for task in tasks:
+                task.cancel()
         if self._error is not None:
             raise self._error
         return 1 if self._has_failed else 0
@@ -136,22 +162,23 @@ class Launcher:
     def shutdown(self) -> None:
         """End and reap every process, and remove the folders."""
         self._is_ending = True
-        for server in self._servers:
+        for server in self._running:
             server.kill()
         self._engines.shutdown()
         self._folder.remove()
 
-    def _start_servers(self, address: str, descriptor: int) -> None:
-        engines, coordinator = self._engines.addresses, self._engines.coordinator_folder
-        secret, folder = secrets.token_hex(16), str(self._folder.path)
-        for index in range(self._args.api_server_count):
-            start = Start(
-                index, address, descriptor, self._config, self._args, engines, folder, secret, trace.run_id, coordinator
-            )
-            server = ApiServerProcess(start)
-            self._servers.append(server)
-            self._running.add(server)
-            server.follow(partial(self._soon, self._reported), partial(self._soon, self._server_ended, server))
+    def _start_server(self, index: int, restarts: int = 0) -> None:
+        """Start the server with this number, on the same socket as all others. Raises OSError."""
+        start = Start(
+            index, self._address, self._descriptor, self._config, self._args, self._engines.addresses, str(self._folder.path),
+            self._secret, trace.run_id, self._engines.coordinator_folder, restarts=restarts,
+            engine_restarts=self._engines.num_restarts,
+        )  # fmt: skip
+        server = ApiServerProcess(start)
+        self._running.add(server)
+        server.follow(partial(self._soon, self._reported, server), partial(self._soon, self._server_ended, server))
+        for order in self._engines.told:
+            server.tell(order)
 
     def _soon(self, handle: Callable[..., None], *args: Any) -> None:
         """From any thread: call `handle` on the event loop."""
@@ -181,43 +208,96 @@ class Launcher:
             logger.error("%s does not end; it is killed.", server.name)
             server.process.kill()
 
-    def _is_up(self) -> bool:
-        """Is every server connected to every engine?"""
-        return all(self._connected[index] >= len(self._servers) for index in range(self._num_engines))
-
     def _engines_end(self, why: StagesError) -> None:
         """Running servers report it to their clients for a moment, then end by themselves; those that still start would wait forever."""
-        if self._is_up():
+        if self._is_up:
             self._has_failed = self._is_ending = True
             self._loop.call_later(END_SECONDS, self._kill_rest)
         elif not self._is_ending:
             self._error = self._error or why
             self._stop("The engine cannot start", END_SECONDS)
 
-    def _reported(self, report: Report) -> None:
+    def _reported(self, server: ApiServerProcess, report: Report) -> None:
         if isinstance(report, Connected):
-            self._connected[report.engine] += 1
-            if self._connected[report.engine] == len(self._servers):
-                self._tell_all(AllConnected(report.engine))
+            self._server_connected(server, report.engine)
+        elif isinstance(report, Alive):
+            server.unanswered = 0
         elif isinstance(report, EngineStalled):
             self._engines.end_stalled(report.engine, report.input_address)
+        elif server.start.restarts:
+            server.failed = report.message
         elif self._error is None:
             self._error = StagesError(report.message)
             self._error.exit_code = report.exit_code
 
+    def _server_connected(self, server: ApiServerProcess, engine: int) -> None:
+        """At the start all wait for all; one that joins those that serve waits for nobody."""
+        if self._is_up:
+            return server.tell(AllConnected(engine))
+        self._connected[engine] += 1
+        if self._connected[engine] == len(self._running):
+            self._tell_all(AllConnected(engine))
+            self._is_up = all(self._connected[index] == len(self._running) for index in range(self._num_engines))
+
     def _server_ended(self, server: ApiServerProcess, exit_code: int) -> None:
         if trace.on:
-            trace.emit("api_server.ended", index=self._servers.index(server), exit_code=exit_code)
+            trace.emit("api_server.ended", index=server.start.index, exit_code=exit_code)
         self._running.discard(server)
+        server.forget(str(self._folder.path))
+        if self._start_again(server, exit_code):
+            return
         self._has_failed = self._has_failed or exit_code != 0
         if not self._is_ending:
             self._has_failed = True
             why = f"{server.name} has ended"
             if self._error is None:
-                code, others = exit_code, len(self._running)
-                logger.error(
-                    "%s unexpectedly (exit code %d); the other %d finish their requests and end.", why, code, others
-                )
+                said, others = self._reason(server, exit_code), len(self._running)
+                logger.error("%s unexpectedly (%s); the other %d finish their requests and end.", why, said, others)
             self._stop(why, self._args.shutdown_timeout + END_SECONDS)
         if not self._running:
             self._ended.set()
+
+    def _start_again(self, server: ApiServerProcess, exit_code: int) -> bool:
+        """Start a server in the place of one that has ended, unless that was too often. Its clients' requests are aborted by the engines,
+        which notice its end themselves."""
+        may = self._is_up and not self._is_ending and self._error is None  # else the others could not start either
+        if self._limit is None or not may or not self._limit.take():
+            return False
+        index, restarts = server.start.index, server.start.restarts + 1
+        try:
+            self._start_server(index, restarts)
+        except OSError as error:  # there is no memory for a process, for instance
+            server.failed = f"it cannot be started again: {error}"
+            return False
+        if trace.on:
+            trace.emit("api_server.restarted", index=index, restarts=restarts, total=self._limit.total)
+        logger.error(
+            "%s ended unexpectedly (%s), and its requests with it; it is started again (%d of %d restarts).",
+            server.name, self._reason(server, exit_code, False), self._limit.total, self._limit.most,
+        )  # fmt: skip
+        return True
+
+    def _reason(self, server: ApiServerProcess, exit_code: int, is_last: bool = True) -> str:
+        """Why it ended, and, when it stays dead, after how many restarts."""
+        said = exit_reason(exit_code) + (f": {server.failed.rstrip('.')}" if server.failed else "")
+        if is_last and self._limit is not None and self._limit.total:
+            said += f"; --data-parallel-restart {self._limit.most} allows no further restart"
+        return said
+
+    async def _look_for_stalls(self) -> None:
+        """Kill a server whose event loop has not answered for --engine-stall-seconds: then it is started again. What counts is how often this
+        process has asked, so that one that was halted itself blames nobody."""
+        given = getattr(self._args, "engine_stall_seconds", None)
+        seconds = STALL_SECONDS if given is None else given
+        if not seconds or self._limit is None or not self._limit.most:
+            return
+        while not self._is_ending:
+            for server in self._running:
+                server.ask()
+            await asyncio.sleep(seconds / QUESTIONS)
+            for server in self._running:
+                if (server.unanswered or 0) >= QUESTIONS:
+                    logger.error(
+                        "%s has not answered for %g s (--engine-stall-seconds); it is killed.", server.name, seconds
+                    )
+                    server.process.kill()

@@ -86,5 +86,5 @@ FEATURE = Feature(
         Part("routes", ".install:install", flags=("api_server_count",)),
     ),
     after=("responses", "hardening"),  # it checks settings that they declare
-    events=("api_server.ended", "api_server.spawned", "api_server.started", "server.stopped"),
+    events=("api_server.ended", "api_server.restarted", "api_server.spawned", "api_server.started", "server.stopped"),
 )

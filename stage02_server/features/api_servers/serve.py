@@ -10,23 +10,30 @@ import contextlib
 import os
 import shutil
 import socket
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 
 from stage02_server.api_server import (
     StopRequested,
     StopSignals,
+    build_app,
+    build_async_engine_client,
     connection_settings,
+    init_app_state,
     prepare_process,
     run_loop,
     run_server_worker,
 )
-from stage02_server.features.api_servers.this_server import Start, set_this_server
+from stage02_server.cli_args import FrontendArgs
+from stage02_server.features.api_servers.this_server import Start, is_ready, set_this_server
 from stage03_engine.args.log import configure_logging, name_process
+from stage03_engine.config import VllmConfig
 from stage03_engine.errors import StagesError
-from stage03_engine.frontend.features.shared_engine import Failed, LauncherLink, use_link
+from stage03_engine.frontend.features.shared_engine import Alive, Failed, LauncherLink, use_link
 from stage03_engine.tracing import open_trace
 from stagetrace import trace
 
@@ -45,6 +52,7 @@ def main(index: int) -> int:
     configure_logging(start.name, start.config.observability_config)
     set_this_server(start)
     link.number, link.coordinator = index, None if start.coordinator is None else Path(start.coordinator)
+    link.restarts, link.engine_restarts = start.restarts, start.engine_restarts
     use_link(link)
     for number, (inputs, outputs) in enumerate(start.engines):
         link.add_engine(number, inputs, outputs)
@@ -69,21 +77,42 @@ def _take_standard_input() -> socket.socket:
 async def _serve(start: Start, link: LauncherLink) -> int:
     stop, loop = StopSignals(), asyncio.get_running_loop()
 
-    def on_stop(why: str) -> None:
+    def soon(handle: Callable[..., None], *args: Any) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: this process ends anyway
-            loop.call_soon_threadsafe(stop.received, why)
+            loop.call_soon_threadsafe(handle, *args)
 
-    link.follow(on_stop, lambda: _leave(start.folder))
+    def answer() -> None:
+        if is_ready():
+            link.tell(Alive())
+
+    link.follow(partial(soon, stop.received), partial(soon, answer), lambda: _leave(start.folder))
     connection = connection_settings(start.args)
     os.set_inheritable(start.descriptor, False)
     with socket.socket(fileno=start.descriptor) as sock:
         try:
-            exit_code = await run_server_worker(start.address, sock, start.config, start.args, stop, connection)
+            run = _join_others if start.restarts else run_server_worker
+            exit_code = await run(start.address, sock, start.config, start.args, stop, connection)
         except StopRequested:
             exit_code = 0
     if trace.on:
         trace.emit("server.stopped", exit_code=exit_code)
     return exit_code
+
+
+async def _join_others(
+    address: str, sock: socket.socket, config: VllmConfig, args: FrontendArgs, stop: StopSignals, connection: dict[str, Any]
+) -> int:  # fmt: skip
+    """As `run_server_worker`, but no connection is accepted before the engines are: others serve meanwhile, and would not refuse it."""
+    from prometheus_client import CollectorRegistry
+
+    registry = CollectorRegistry()
+    async with build_async_engine_client(config, args, registry) as engine:
+        app = build_app(args)
+        init_app_state(engine, app, args, registry)
+        from stage02_server.launcher import serve_http
+
+        await stop.unless_stopped(engine.start())
+        return await serve_http(app, sock, address, stop, connection)
 
 
 def _leave(folder: str) -> NoReturn:

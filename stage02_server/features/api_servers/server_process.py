@@ -11,10 +11,11 @@ import threading
 from collections.abc import Callable
 
 import msgspec
+from prometheus_client.multiprocess import mark_process_dead
 
 from stage02_server.features.api_servers.this_server import Start
 from stage03_engine.args.command import signals_are_ours
-from stage03_engine.frontend.features.shared_engine import Order, Report, decode_report, encode
+from stage03_engine.frontend.features.shared_engine import AreYouAlive, Order, Report, decode_report, encode
 from stagetrace import trace
 
 
@@ -22,7 +23,9 @@ class ApiServerProcess:
     """One API server. It ends when this process ends, even by kill -9, because the socket between them closes then."""
 
     def __init__(self, start: Start) -> None:
-        self.name = start.name
+        self.name, self.start = start.name, start
+        self.failed: str | None = None  # what it reported before it ended
+        self.unanswered: int | None = None  # questions since its last answer; None until it is ready
         self._link, theirs = socket.socketpair()
         command = [sys.executable, "-m", "stage02_server.features.api_servers", str(start.index)]
         environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": start.folder}
@@ -38,6 +41,12 @@ class ApiServerProcess:
         """Send an order. If the server is gone, the order is dropped."""
         self._send(encode(order))
 
+    def ask(self) -> None:
+        """Ask its event loop for a sign of life, which comes as a report once it is ready."""
+        if self.unanswered is not None:
+            self.unanswered += 1
+        self.tell(AreYouAlive())
+
     def _send(self, line: bytes) -> None:
         with contextlib.suppress(OSError):
             self._link.sendall(line + b"\n")
@@ -52,6 +61,11 @@ class ApiServerProcess:
             on_exit(self.process.wait())
 
         threading.Thread(target=run, name=self.name, daemon=True).start()
+
+    def forget(self, folder: str) -> None:
+        """It has ended: close the socket, and remove its gauges from the metrics in `folder`. What it has counted stays."""
+        self._link.close()
+        mark_process_dead(self.process.pid, folder)
 
     def kill(self) -> None:
         """End the process if it has not ended, and reap it. May be called twice."""

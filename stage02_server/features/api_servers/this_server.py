@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import msgspec
 
 from stage02_server.cli_args import FrontendArgs
 from stage03_engine.config import VllmConfig
+
+if TYPE_CHECKING:
+    from stage03_engine.frontend.async_llm import AsyncLLM
 
 
 class Start(msgspec.Struct):
@@ -22,6 +27,8 @@ class Start(msgspec.Struct):
     run_id: str  # of the trace
     coordinator: str | None = None  # its folder, with several engines
     cause: str | None = None
+    restarts: int = 0  # how many servers with this number have ended before
+    engine_restarts: int = 0  # how many there were before this server started
 
     @property
     def name(self) -> str:
@@ -41,3 +48,17 @@ def set_this_server(start: Start) -> None:
 def this_server() -> Start | None:
     """The settings of this API server; None in a process that is not one of several."""
     return _this
+
+
+_engine: AsyncLLM | None = None
+
+
+def set_engine(engine: AsyncLLM) -> None:
+    """This process serves with this engine."""
+    global _engine
+    _engine = engine
+
+
+def is_ready() -> bool:
+    """Does this API server serve? Known to its event loop."""
+    return _engine is not None and _engine.ready is not None

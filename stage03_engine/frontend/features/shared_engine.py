@@ -75,6 +75,10 @@ class Stop(msgspec.Struct, tag=True):
     why: str
 
 
+class AreYouAlive(msgspec.Struct, tag=True):
+    """Launcher -> API server: let your event loop answer, if you are ready (Alive)."""
+
+
 class Connected(msgspec.Struct, tag=True):
     """API server -> launcher: it is connected to this engine."""
 
@@ -88,6 +92,10 @@ class EngineStalled(msgspec.Struct, tag=True):
     input_address: str
 
 
+class Alive(msgspec.Struct, tag=True):
+    """API server -> launcher: it is ready, and its event loop goes round."""
+
+
 class Failed(msgspec.Struct, tag=True):
     """API server -> launcher: it could not start, and why."""
 
@@ -95,8 +103,8 @@ class Failed(msgspec.Struct, tag=True):
     exit_code: int
 
 
-Order = EngineUp | EngineRefused | AllConnected | EngineGone | EngineStarted | Stop
-Report = Connected | EngineStalled | Failed
+Order = EngineUp | EngineRefused | AllConnected | EngineGone | EngineStarted | AreYouAlive | Stop
+Report = Connected | Alive | EngineStalled | Failed
 encode = msgspec.json.Encoder().encode
 decode_order = msgspec.json.Decoder(Order).decode
 decode_report = msgspec.json.Decoder(Report).decode
@@ -121,6 +129,14 @@ class SharedEngine(EngineProcess):
         except CancelledError:
             raise EngineStartError("this API server ends before the engine is ready") from None
 
+    async def comes_up(self) -> bool:
+        """Waits until it has loaded its model, which is True, or has ended."""
+        up, ended = asyncio.wrap_future(self.up), asyncio.wrap_future(self.ended)
+        either: set[asyncio.Future[Any]] = {up, ended}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        refused = up.done() and up.exception() is not None
+        return not refused and not ended.done()
+
     async def wait_for_others(self) -> None:
         """Tell that this API server is connected to the engine, and wait until all are."""
         self._link.tell(Connected(self._engine))
@@ -142,6 +158,8 @@ class LauncherLink:
     def __init__(self, sock: socket.socket) -> None:
         self._socket, self._lines = sock, sock.makefile("rb")
         self.number = 0  # of this API server
+        self.restarts = 0  # how many with this number have ended before
+        self.engine_restarts = 0  # how many there were before this API server started
         self.coordinator: Path | None = None  # its folder, if there are several engines
         self.goes_on = True  # False once an engine is dead that is not started again
         self._engines: dict[int, SharedEngine] = {}  # the newest with each number
@@ -152,8 +170,8 @@ class LauncherLink:
         return self._lines.readline()
 
     def add_engine(self, engine: int, input_address: str, output_address: str) -> SharedEngine:
-        """An engine that this API server is to use. Of these addresses it gets its own ends."""
-        inputs, outputs = f"{input_address}_{self.number}", f"{output_address}_{self.number}"
+        """An engine that this API server is to use. Of these addresses it gets its own ends; that of the outputs differs from its predecessors'."""
+        inputs, outputs = f"{input_address}_{self.number}", f"{output_address}_{self.number}_{self.restarts}"
         made = self._engines[engine] = SharedEngine(self, engine, inputs, outputs)
         return made
 
@@ -169,8 +187,10 @@ class LauncherLink:
         address = self._taken[engine].input_address.removesuffix(f"_{self.number}")
         self.tell(EngineStalled(engine, address))
 
-    def follow(self, on_stop: Callable[[str], None], on_lost: Callable[[], None]) -> None:
-        """Obey orders from now on, in a thread, and call `on_lost` when the launcher is gone."""
+    def follow(
+        self, on_stop: Callable[[str], None], on_question: Callable[[], None], on_lost: Callable[[], None]
+    ) -> None:
+        """Obey orders from now on, in a thread; `on_question`: AreYouAlive. Calls `on_lost` when the launcher is gone."""
 
         def run() -> None:
             with contextlib.suppress(OSError):
@@ -178,6 +198,8 @@ class LauncherLink:
                     order = decode_order(line)
                     if isinstance(order, Stop):
                         on_stop(order.why)
+                    elif isinstance(order, AreYouAlive):
+                        on_question()
                     else:
                         self._obey(order)
             on_lost()
@@ -240,7 +262,10 @@ class SharedEngineClient(AsyncMPClient):
             trace.emit("client.created", kind="SharedEngineClient", engine_ranks=[self._index])
 
     async def start(self) -> EngineReady:
-        self._process = shared = await _launcher().take_engine(self._index)
+        shared = await _launcher().take_engine(self._index)
+        while _launcher().restarts and not await shared.comes_up():  # who joins others waits for its successor, as they do
+            shared = await _launcher().take_engine(self._index)
+        self._process = shared
         ended = asyncio.wrap_future(shared.ended)
         connecting = asyncio.create_task(self._connect(shared))
         try:

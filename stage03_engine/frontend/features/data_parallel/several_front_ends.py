@@ -25,7 +25,7 @@ class LauncherDecides(RestartLimit):
 
     def __init__(self, most: int, link: LauncherLink) -> None:
         super().__init__(most)
-        self._link = link
+        self._link, self.total = link, link.engine_restarts
 
     def take(self) -> bool:
         """See RestartLimit. An engine may report its own death before the launcher knows of it: then a successor is expected."""
