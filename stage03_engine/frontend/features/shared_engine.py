@@ -263,7 +263,9 @@ class SharedEngineClient(AsyncMPClient):
 
     async def start(self) -> EngineReady:
         shared = await _launcher().take_engine(self._index)
-        while _launcher().restarts and not await shared.comes_up():  # who joins others waits for its successor, as they do
+        while (
+            _launcher().restarts and not await shared.comes_up()
+        ):  # who joins others waits for its successor, as they do
             shared = await _launcher().take_engine(self._index)
         self._process = shared
         ended = asyncio.wrap_future(shared.ended)
