@@ -33,7 +33,8 @@ class AdminFlags:
         None,
         "how long the engine may owe an answer, without a step in between, before /health is 503 with the state `stalled`, 300 if "
         "not given; 0 = no limit. One of several engines is killed then, and started again as a dead one is, after 60 if not "
-        "given: leave more if the first step compiles kernels on a slow machine, which takes a minute or two",
+        "given: leave more if the first step compiles kernels on a slow machine, which takes a minute or two. So is one of several API "
+        "servers that stands still as long",
         at_least=0,
     )
     enable_log_requests: bool = option(False, "log each prompt, with its text and its sampling parameters")

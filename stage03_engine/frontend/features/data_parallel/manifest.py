@@ -44,7 +44,7 @@ class DataParallelConfig:
     data_parallel_restart: int = option(
         3,
         "with several engines: how many restarts of dead ones are allowed within 10 minutes; one more death ends the server, and with 0 "
-        "the first one does",
+        "the first one does. As many restarts of API servers are allowed, with several of them",
         at_least=0,
     )
     data_parallel_external_lb: bool = option(
