@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
 
 import httpx
 import psutil
@@ -32,8 +34,18 @@ from test_api_servers import (
     wait_until_both_serve,
 )
 
+from stage03_engine.core.features.front_ends.core_proc import JOIN, SharedEngineCoreProc
 from stage03_engine.core.features.front_ends.deliveries import Aborted, Deliveries, Joined, Left, Requests
-from stage03_engine.messages import EngineCoreOutput, EngineCoreOutputs, SchedulerStats
+from stage03_engine.messages import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineCoreRequestType as Kind,
+    SchedulerStats,
+    UtilityRequest,
+    encode,
+)
+from stage03_engine.sampling_params import SamplingParams
 from stagetrace import read_run
 
 # A user's middleware whose process dies while it is imported, once the file is there.
@@ -257,15 +269,32 @@ def test_statistics_go_on_to_another_front_end_and_nothing_is_counted_twice(sent
 
 
 def test_an_id_is_free_again_behind_the_last_output_of_who_had_it(sent: Sent) -> None:
-    """The input thread may take the next request with this id while outputs of the last one are still in the queue."""
-    handle, owners = sent.deliveries.handle, sent.requests.owners
-    handle(Joined(0, "inproc://at-a"))
-    owners["same"] = 0
-    handle(Left(0))
-    handle(Joined(0, "inproc://at-b"))
-    assert owners.setdefault("same", 0) == 0  # whoever asks now is refused
-    handle(EngineCoreOutputs([EngineCoreOutput("other", [1], None, None)]))
-    handle(Aborted(["same"]))
-    assert "same" not in owners
-    handle(EngineCoreOutputs([EngineCoreOutput("same", [1], None, None)]))
-    assert not [output for _, outputs in sent.got for output in outputs.outputs]
+    """A process joins in the place of another before the busy loop has aborted what that one asked for."""
+    proc: Any = SharedEngineCoreProc.__new__(SharedEngineCoreProc)  # without its threads and its core
+    proc._requests, proc._num_front_ends, proc._present = sent.requests, 2, set()
+    proc.input_queue, proc.output_queue = SimpleQueue(), SimpleQueue()
+    request = EngineCoreRequest("same", [1], SamplingParams())
+
+    def take(kind: Kind, message: Any) -> None:
+        proc._take(0, [kind.value, encode(message)])
+
+    def deliver() -> None:
+        while not proc.output_queue.empty():
+            sent.deliveries.handle(proc.output_queue.get())
+
+    take(Kind.UTILITY, UtilityRequest(0, JOIN, args=["inproc://at-old"]))
+    take(Kind.ADD, request)
+    proc._leave(0)
+    take(Kind.ADD, request)  # it was still on its way
+    take(Kind.UTILITY, UtilityRequest(0, JOIN, args=["inproc://at-new"]))
+    proc.output_queue.put(EngineCoreOutputs([EngineCoreOutput("same", [7], None, None)]))
+    take(Kind.ADD, request)  # of the new one: too early
+    deliver()
+    told = [(name, output) for name, outputs in sent.got for output in outputs.outputs]
+    [(name, refused)] = told
+    assert name == "new" and "in use" in (refused.error or "") and not refused.new_token_ids
+    assert proc.input_queue.qsize() == 2  # the first request, and its abort
+    proc.output_queue.put(Aborted(["same"]))  # as the busy loop does on handling it
+    deliver()
+    take(Kind.ADD, request)
+    assert proc.input_queue.qsize() == 3 and sent.requests.owners == {"same": 0}

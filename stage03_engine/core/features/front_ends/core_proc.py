@@ -15,7 +15,7 @@ import zmq
 
 from stage03_engine import messages
 from stage03_engine.core.engine_core_proc import EngineCoreProc
-from stage03_engine.core.features.front_ends.deliveries import Aborted, Deliveries, Joined, Left, Requests, To
+from stage03_engine.core.features.front_ends.deliveries import NOBODY, Aborted, Deliveries, Joined, Left, Requests, To
 from stage03_engine.messages import (
     AbortRequests,
     EngineCoreOutputs,
@@ -116,7 +116,11 @@ class SharedEngineCoreProc(EngineCoreProc):
         self._present.discard(front_end)
         self._deliver(Left(front_end))
         with self._requests.lock:
-            orphans = [request_id for request_id, owner in self._requests.owners.items() if owner == front_end]
+            owners = self._requests.owners
+            orphans = [request_id for request_id, owner in owners.items() if owner == front_end]
+            owners.update(
+                dict.fromkeys(orphans, NOBODY)
+            )  # until the abort is handled: the id stays taken, outputs are dropped
         self.input_queue.put((EngineCoreRequestType.ABORT, AbortRequests(orphans)))
         if front_end in self._requests.watchers:
             self.input_queue.put((EngineCoreRequestType.UTILITY, UtilityRequest(front_end, UNWATCH)))

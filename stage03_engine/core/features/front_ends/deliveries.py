@@ -13,6 +13,8 @@ from stage03_engine.messages import ENGINE_CORE_DEAD, EngineCoreOutputs, Schedul
 
 COUNTED = ("num_preemptions", "prefix_cache_queries", "prefix_cache_hits")
 """What SchedulerStats counts from the start of the engine, besides `counts`."""
+NOBODY = -1
+"""The owner of a request whose front end has ended, until the request has ended too."""
 
 
 @dataclass(frozen=True)
