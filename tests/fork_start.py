@@ -40,7 +40,7 @@ MODULES = ("stage01_cli", "stage02_server", "stage03_engine", "stage04_kernels",
 LEAVES = ("stage03_engine.core.features.distributed.worker_process",)
 """Modules that start no process of Python's."""
 BOUNDED = (
-    "stage02_server.features.chat_template.process", "stage02_server.features.audio.decoder_process",
+    "stage02_server.features.chat_template.process", "stage02_server.features.audio.process",
     "stage03_engine.core.features.structured_output.grammar_checker",
 )  # fmt: skip
 """Modules that limit the memory of their process, in which the libraries of a fork server would count."""

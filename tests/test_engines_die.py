@@ -140,9 +140,10 @@ def test_a_watcher_can_tell_the_engines_apart(three: Several) -> None:
     three.wait_until_whole()
 
 
-async def _one_answer(client: httpx.AsyncClient, body: dict[str, Any], on_chunk: Callable[[], None]) -> list[Any]:
-    """(text, its tokens' logprobs) of each choice."""
-    async with client.stream("POST", "/v1/completions", json=body) as response:
+async def read_answer(client: httpx.AsyncClient, body: dict[str, Any], on_chunk: Callable[[], None]) -> list[Any]:
+    """(text, its tokens' logprobs) of each choice; a body with messages is a chat."""
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    async with client.stream("POST", path, json=body) as response:
         lines = []
         async for line in response.aiter_lines():
             if line:
@@ -157,8 +158,13 @@ async def _one_answer(client: httpx.AsyncClient, body: dict[str, Any], on_chunk:
         told = json.loads(line)
         assert "error" not in told, told
         for choice in told["choices"]:
-            texts[choice["index"]] += choice["text"]
-            values[choice["index"]] += (choice["logprobs"] or {"token_logprobs": []})["token_logprobs"]
+            if "text" in choice:
+                texts[choice["index"]] += choice["text"]
+                values[choice["index"]] += (choice["logprobs"] or {"token_logprobs": []})["token_logprobs"]
+            else:
+                texts[choice["index"]] += (choice.get("delta") or choice.get("message", {})).get("content") or ""
+                tokens = (choice.get("logprobs") or {}).get("content") or []
+                values[choice["index"]] += [token["logprob"] for token in tokens]
     return [(texts[index], values[index]) for index in sorted(texts)]
 
 
@@ -179,7 +185,7 @@ async def _kill_under_load(
             how(victim)
 
     async with httpx.AsyncClient(base_url=several.url, limits=httpx.Limits(max_connections=None)) as client:
-        return list(await asyncio.gather(*(_one_answer(client, body, on_chunk) for body in bodies)))
+        return list(await asyncio.gather(*(read_answer(client, body, on_chunk) for body in bodies)))
 
 
 def _greedy(streams: int) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ Each case runs twice, forked and not, and must show the same: what the process s
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import resource
@@ -21,6 +22,13 @@ from patience import PATIENCE, wait_until
 from server_under_test import ServerProcess
 
 pytestmark = pytest.mark.skipif(not fork_start.IS_ON, reason="processes are not forked here")
+
+
+@pytest.mark.parametrize("name", [*fork_start.BOUNDED, *fork_start.LEAVES, *fork_start.SET_THREADS])
+def test_every_module_that_is_named_is_there(name: str) -> None:
+    """One that has moved would be started as if nothing were special about it."""
+    assert importlib.util.find_spec(name), name
+
 
 SEES = """
 import json, os, resource, signal, sys

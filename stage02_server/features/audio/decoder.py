@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from stage02_server.errors import RETRY_AFTER_SECONDS, APIError
 from stage02_server.features.audio.pieces import SAMPLE_RATE
+from stage02_server.features.killed_after import killed_after
 from stage03_engine.args.command import signals_are_ours
 from stage03_engine.errors import InvalidRequestError
 
@@ -39,6 +40,7 @@ class SoundDecoder:
     thread. They raise InvalidRequestError whatever the file does."""
 
     def __init__(self, max_seconds: int, cpu_seconds: float = CPU_SECONDS) -> None:
+        self._cpu_seconds = cpu_seconds
         limits = [str(max_seconds), str(cpu_seconds)]
         self._command = [sys.executable, "-m", "stage02_server.features.audio.process", *limits]
         self._process: subprocess.Popen[bytes] | None = None
@@ -51,10 +53,12 @@ class SoundDecoder:
         process = self._running()
         try:
             assert process.stdin is not None and process.stdout is not None
-            process.stdin.write(len(data).to_bytes(8, "little"))
-            process.stdin.write(data)
-            process.stdin.flush()
-            problem, length = json.loads(process.stdout.readline() or b"null") or self._ended(process)
+            with killed_after(process, self._cpu_seconds):
+                process.stdin.write(len(data).to_bytes(8, "little"))
+                process.stdin.write(data)
+                process.stdin.flush()
+                line = process.stdout.readline()
+            problem, length = json.loads(line or b"null") or self._ended(process)
         except OSError:  # of a pipe whose other end is gone
             problem, length = self._ended(process)
         if problem:
@@ -67,10 +71,11 @@ class SoundDecoder:
         assert process is not None and process.stdin is not None and process.stdout is not None
         rest = memoryview(b"") if samples is None else samples.data.cast("B")
         try:
-            process.stdin.write(b"\1" if rest else b"\0")
-            process.stdin.flush()
-            while rest and (taken := process.stdout.readinto(rest)):  # type: ignore[attr-defined]
-                rest = rest[taken:]
+            with killed_after(process, self._cpu_seconds):
+                process.stdin.write(b"\1" if rest else b"\0")
+                process.stdin.flush()
+                while rest and (taken := process.stdout.readinto(rest)):  # type: ignore[attr-defined]
+                    rest = rest[taken:]
         except OSError:
             pass
         if rest:

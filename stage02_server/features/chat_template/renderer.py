@@ -8,18 +8,26 @@ import subprocess
 import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 from stage02_server.features.chat_template.framing import read_message, write_message
+from stage02_server.features.killed_after import killed_after
 from stage03_engine.args.command import signals_are_ours
 from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.plugins import find
 from stagetrace import trace
 
+TRIES = 2  # of one prompt, if its process is killed from outside
+
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.communicate()
+
+
+class _EndedError(Exception):
+    """The process was killed from outside: nothing is known about the template."""
 
 
 class TemplateRenderer:
@@ -38,7 +46,7 @@ class TemplateRenderer:
         """Start the process. Raises ConfigError when the template is not valid."""
         try:
             self._start()
-        except InvalidRequestError as error:
+        except (InvalidRequestError, _EndedError) as error:
             raise ConfigError(f"the chat template is not valid Jinja: {error}; see --chat-template") from None
 
     async def render(self, source: str | None, variables: str) -> str:
@@ -47,9 +55,12 @@ class TemplateRenderer:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._render, source, variables)
 
     def _render(self, source: str | None, variables: str) -> str:
-        if self._process is None or self._process.poll() is not None:  # killed since then
-            self._start()
-        return self._ask([source, variables])
+        for _ in range(TRIES):
+            with suppress(_EndedError):
+                if self._process is None or self._process.poll() is not None:  # killed since then
+                    self._start()
+                return self._ask([source, variables])
+        raise InvalidRequestError("its process was ended; send the request again", "messages")
 
     _process: subprocess.Popen[bytes] | None
     _finalizer: weakref.finalize
@@ -71,13 +82,15 @@ class TemplateRenderer:
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
         try:
-            write_message(process.stdin, message)
-            problem, text = read_message(process.stdout)
+            with killed_after(process):
+                write_message(process.stdin, message)
+                problem, text = read_message(process.stdout)
         except (EOFError, OSError):  # of a pipe whose other end is gone
             self._process = None
             self._finalizer()
-            slow = process.returncode == -signal.SIGPROF
-            problem, text = "it takes too long" if slow else "its process was ended; send the request again", ""
+            if process.returncode != -signal.SIGPROF:
+                raise _EndedError("its process was ended") from None
+            problem, text = "it takes too long", ""
         if problem:
             raise InvalidRequestError(problem, "messages")
         return text
