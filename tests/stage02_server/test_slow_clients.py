@@ -120,6 +120,21 @@ def test_many_half_open_connections_do_not_keep_others_out(patient: ServerProces
         client.close()
 
 
+def test_a_crowd_of_which_some_were_refused_harms_no_newcomer() -> None:
+    """Who was refused may still be there, to read why; he is not refused again, in the middle of somebody else's arrival."""
+    linger = "; import stage02_server.features.hardening.connection_limits as c; c.LINGER_SECONDS = 1000"
+    server = ServerProcess(*ECHO, patch=SMALL_LIMIT + linger)
+    server.wait_until_ready()
+    with contextlib.ExitStack() as crowd:
+        for _ in range(20):
+            assert crowd.enter_context(connect(server, b"nonsense\r\n\r\n")).recv(12) == b"HTTP/1.1 400"
+        for _ in range(60):
+            crowd.enter_context(connect(server, b"GET /"))
+        assert httpx.get(f"{server.url}/health", timeout=PATIENCE).status_code == 200
+    server.close()
+    assert not any("Traceback" in line for line in server.lines)
+
+
 def load(server: ServerProcess) -> int:
     """Requests that the server is working on."""
     return int(httpx.get(f"{server.url}/load").json()["server_load"])
@@ -202,6 +217,13 @@ def test_one_connection_too_many_takes_the_place_of_the_longest_idle_one(narrow:
         assert b" 503 " in refused and b"--max-connections" in refused
         more[0].close()
         wait_until(lambda: b" 200 " in _asked(narrow, get), "its place is not free")
+
+
+def test_where_all_places_are_taken_those_who_send_nothing_make_room(narrow: ServerProcess) -> None:
+    with contextlib.ExitStack() as crowd:
+        for data in 5 * (b"", b"GET / HT", COMPLETIONS % 9):
+            crowd.enter_context(connect(narrow, data))
+        assert httpx.get(f"{narrow.url}/version", timeout=PATIENCE).status_code == 200
 
 
 def _asked(server: ServerProcess, data: bytes) -> bytes:

@@ -8,10 +8,14 @@ from __future__ import annotations
 import ast
 import contextlib
 import os
+import re
+import resource
 import socket
 import struct
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +27,9 @@ from hypothesis import given, settings, strategies as st
 from patience import PATIENCE, wait_until
 from server_under_test import ServerProcess
 
+from stage03_engine.core.features.distributed.external_launcher import _warn_of_torchrun
+from stage03_engine.core.features.distributed.parallel_state import _store
+from stage03_engine.core.features.distributed.ranks import Ranks
 from stage03_engine.nodes import secure_sockets
 from stage03_engine.nodes.door import PIECE, Door
 from stage03_engine.nodes.secure_sockets import Connection, Listener, NodeSecret
@@ -133,6 +140,31 @@ def test_too_many_connections_close_the_door_until_some_have_ended(monkeypatch: 
             each.close()
 
 
+def test_where_workers_meet_is_the_given_address_alone() -> None:
+    """torch's own store would listen on all addresses."""
+    limit, port = {"timeout": timedelta(seconds=PATIENCE)}, free_port()
+    address = f"tcp://127.0.0.1:{port}"
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(_store, Ranks(1, 2, 1), address, limit)
+        store = _store(Ranks(0, 2, 1), address, limit)
+        store.set("a", "b")
+        assert other.result().get("a") == b"b"
+    found = {each.laddr for each in psutil.Process().net_connections("tcp") if each.status == psutil.CONN_LISTEN}
+    assert [ip for ip, number in found if number == port] == ["127.0.0.1"]
+
+
+def test_torchrun_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """Once on each machine; not where a user has started the processes himself."""
+    for environ in (
+        {},
+        {"TORCHELASTIC_RUN_ID": "a", "LOCAL_RANK": "1"},
+        {"TORCHELASTIC_RUN_ID": "a", "LOCAL_RANK": "0"},
+    ):
+        _warn_of_torchrun(environ)
+    [record] = caplog.records
+    assert record.message.startswith("torchrun listens unprotected on all addresses of this machine")
+
+
 # Who listens at all
 
 LISTENS = {
@@ -143,6 +175,7 @@ LISTENS = {
     "stage03_engine/frontend/engine_process.py": "files in a private folder",
     "stage03_engine/frontend/features/data_parallel/coordinator.py": "files in a private folder",
     "stage03_engine/core/features/distributed/machines/head.py": "only to see whether a port is free",
+    "stage03_engine/core/features/distributed/parallel_state.py": "other machines, until the workers have met",
     "stage03_engine/nodes/secure_sockets.py": "other machines",
     "stage03_engine/nodes/door.py": "inside the process",
 }
@@ -162,22 +195,61 @@ def test_one_place_makes_the_sockets_that_other_machines_reach() -> None:
 
 # Services
 
+HTTP = ("APIServer", "--port", "open")
+GLOO = ("Worker", "any", "shut")
+DP, TP = "-dp=2 -dpl=1 -dpa=127.0.0.1 -dpp={port}", "-tp=2 --nnodes=2 --master-port={port}"
+FORMS: dict[str, tuple[str, str, set[tuple[str, str, str]]]] = {
+    "plain": ("", "", {HTTP}),
+    "asc": ("-asc=2", "", {HTTP}),
+    "dp": ("-dp=2", "", {HTTP}),
+    "dp and asc": ("-dp=2 -asc=2", "", {HTTP}),
+    "tp": ("-tp=2", "", {HTTP, GLOO}),
+    "pp": ("-pp=2", "", {HTTP, GLOO}),
+    "dp over machines": (DP, f"{DP} --headless -dpr=1", {HTTP, ("APIServer", "--data-parallel-rpc-port", "open")}),
+    "tp over machines": (
+        TP,
+        f"{TP} --headless --node-rank=1",
+        {HTTP, GLOO, ("EngineCore", "--master-port + 1", "open"), ("EngineCore", "any", "open"), ("Worker", "--master-port", "shut")},
+    ),
+}  # fmt: skip
+"""Flags of the server, those of a second machine, and which ports there are then: whose, which, and can anybody connect?"""
+LONG = {"dp", "asc", "dp and asc", "pp"}
+MANY = 2000
+HALF_GREETINGS = [
+    b"",
+    GREETING[:11],
+    GREETING,
+    GREETING + GIANT,
+    GREETING + GIANT_COMMAND,
+    os.urandom(4096),
+    b"\xff" * 10,
+]
+HALF_REQUESTS = [
+    b"",
+    b"GET / HTTP/1.1\r\nHost: x\r\nX: ",
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 8589934592\r\n\r\n[1,",
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9999\r\n\r\n{",
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nffffffff\r\n",
+    os.urandom(4096),
+    GREETING,
+]
 
-def ports_of(server: psutil.Process) -> set[tuple[str, int]]:
-    """Where the server and its children listen."""
-    found = set()
-    for process in [server, *server.children(recursive=True)]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            found |= {each.laddr for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN}
-    return {("127.0.0.1" if ip in ("0.0.0.0", "::") else ip, port) for ip, port in found}
 
-
-def memory_of(server: psutil.Process) -> int:
-    total = 0
-    for process in [server, *server.children(recursive=True)]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            total += process.memory_info().rss
-    return total
+@contextmanager
+def service(form: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[ServerProcess], int]]:
+    """The servers of one form, the one with the API first, and the port that their flags name."""
+    monkeypatch.setenv("STAGES_NODE_SECRET", SECRET.decode())
+    port = free_port()
+    common = ["gpt2-tiny", "--kv-cache-memory-bytes=50000000", "--num-threads=1"]
+    flags, other = (some.format(port=port).split() for some in FORMS[form][:2])
+    with ExitStack() as stack:
+        servers = [ServerProcess(*common, "--host=127.0.0.1", "--port=0", *flags)]
+        stack.callback(servers[0].close)
+        if other:
+            servers.append(ServerProcess(*common, *other))
+            stack.callback(servers[1].close)
+        servers[0].wait_until_ready()
+        yield servers, port
 
 
 def free_port() -> int:
@@ -188,65 +260,116 @@ def free_port() -> int:
             return int(first.getsockname()[1])
 
 
-FORMS: dict[str, tuple[list[str], list[str]]] = {
-    "plain": ([], []),
-    "dp": (["-dp=2"], []),
-    "asc": (["-dp=2", "-asc=2"], []),
-    "dp over machines": (["-dp=2", "-dpl=1", "-dpa=127.0.0.1", "-dpp={port}"], ["--headless", "-dp=2", "-dpr=1", "-dpl=1", "-dpa=127.0.0.1", "-dpp={port}"]),
-    "tp over machines": (["-tp=2", "--nnodes=2", "--master-port={port}"], ["--headless", "-tp=2", "--nnodes=2", "--node-rank=1", "--master-port={port}"]),
-}  # fmt: skip
-"""Flags of the server, and of a second machine."""
+def processes_of(servers: list[ServerProcess]) -> list[psutil.Process]:
+    roots = [psutil.Process(server.process.pid) for server in servers]
+    return [each for root in roots for each in (root, *root.children(recursive=True))]
 
 
-@contextmanager
-def service(form: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ServerProcess, str]]:
-    monkeypatch.setenv("STAGES_NODE_SECRET", SECRET.decode())
-    port = free_port()
-    common = ["gpt2-tiny", "--kv-cache-memory-bytes=50000000", "--num-threads=1"]
-    flags, other = ([each.format(port=port) for each in some] for some in FORMS[form])
-    with ExitStack() as stack:
-        server = ServerProcess(*common, "--host=127.0.0.1", "--port=0", *flags)
-        stack.callback(server.close)
-        if other:
-            stack.callback(ServerProcess(*common, *other).close)
-        yield server, server.wait_until_ready()
+def listeners_of(servers: list[ServerProcess]) -> set[tuple[str, str, int]]:
+    """Whose, at which address, and which port."""
+    found = set()
+    for process in processes_of(servers):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            name = re.match(r"stages::([A-Za-z]+)", process.cmdline()[0])
+            for each in process.net_connections("inet"):
+                assert each.type == socket.SOCK_STREAM, "who has a datagram socket?"
+                if each.status == psutil.CONN_LISTEN:
+                    found.add((name[1] if name else "APIServer", *each.laddr))
+    return found
+
+
+def is_open(place: tuple[str, int]) -> bool:
+    """The system answers for a process that is busy; it says nothing where a filter drops what comes."""
+    try:
+        socket.create_connection(place, 1.0).close()
+    except TimeoutError:
+        return False
+    return True
+
+
+def state_of(servers: list[ServerProcess]) -> dict[psutil.Process, tuple[int, int]]:
+    """Memory and descriptors of each process that lasts."""
+    found = {}
+    for each in processes_of(servers):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found[each] = (each.memory_info().rss, each.num_fds())
+    return found
+
+
+def crowd(place: tuple[str, int], beginnings: list[bytes]) -> list[socket.socket]:
+    """So many connections at once as nobody makes; those that the system lets wait keep trying. Half of them send the first byte only."""
+    strangers = []
+    for number in range(MANY):
+        strangers.append(stranger := socket.socket())
+        stranger.setblocking(False)
+        stranger.bind((f"127.0.{1 + number % 3}.{2 + number % 200}", 0))
+        stranger.connect_ex(place)
+    for number, stranger in enumerate(strangers):
+        start = beginnings[number % len(beginnings)]
+        with contextlib.suppress(OSError):
+            stranger.send(start if number // len(beginnings) % 2 else start[:1])
+    return strangers
+
+
+@pytest.fixture
+def many_files() -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def answer(url: str, client: httpx.Client | None = None) -> str:
+    body = {"prompt": "To be", "max_tokens": 8, "temperature": 0}
+    got = (client or httpx).post(f"{url}/v1/completions", json=body, timeout=PATIENCE)
+    assert got.status_code == 200, got.text
+    return str(got.json()["choices"][0]["text"])
+
+
+def rows_of_the_page() -> set[tuple[str, str]]:
+    """Process and port of each row in the table of ports."""
+    page = (ROOT / "stage02_server/features/hardening/LIMITS.md").read_text()
+    [table] = [part for part in page.split("\n## ") if part.startswith("Ports\n")]
+    return {tuple(re.findall(r"`([^`]+)`", line)[:2]) for line in table.splitlines() if line.startswith("| `")}  # type: ignore[misc]
+
+
+def test_the_page_has_a_row_for_each_port() -> None:
+    ours = {port[:2] for _, _, ports in FORMS.values() for port in ports}
+    assert rows_of_the_page() == ours | {("torchrun", "any"), ("Ray", "any"), ("lab", "any")}
 
 
 @LINUX
-@pytest.mark.parametrize("form", FORMS)
-def test_strangers_at_every_port(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Garbage, giant frames, half handshakes, and 500 connections at once."""
-    with service(form, monkeypatch) as (server, url):
-        process = psutil.Process(server.process.pid)
-
-        def answer() -> str:
-            body = {"prompt": "To be", "max_tokens": 8, "temperature": 0}
-            got = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE)
-            assert got.status_code == 200
-            return str(got.json()["choices"][0]["text"])
-
-        expected, ports, before = answer(), ports_of(process), memory_of(process)
-        inner = {place for place in ports if f":{place[1]}" not in url}
-        assert bool(inner) == bool(FORMS[form][1]), "ports that nobody knows of"
-        for place in inner:
-            with ExitStack() as strangers, contextlib.suppress(TimeoutError):  # some ports drop whatever comes
-                for start in (
-                    b"",
-                    os.urandom(4096),
-                    GREETING,
-                    GREETING + GIANT,
-                    GREETING + GIANT_COMMAND,
-                    b"\xff" * 10,
-                ):
-                    stranger = strangers.enter_context(socket.create_connection(place, 0.5))
-                    stranger.settimeout(0.5)
-                    with contextlib.suppress(OSError):
-                        stranger.sendall(start + bytes(32 * MB))
-                for number in range(500):
-                    stranger = strangers.enter_context(socket.create_connection(place, 0.5))
-                    with contextlib.suppress(OSError):
-                        stranger.sendall(GREETING[: number % 65])
-                assert answer() == expected
-            assert answer() == expected
-        assert memory_of(process) < before + 64 * MB
-        assert server.process.poll() is None and not any("Traceback" in line for line in server.lines)
+@pytest.mark.parametrize(
+    "form", [pytest.param(form, marks=[pytest.mark.long] if form in LONG else []) for form in FORMS]
+)
+def test_strangers_at_every_port(form: str, monkeypatch: pytest.MonkeyPatch, many_files: None) -> None:
+    """Every port is one of the table, on one address, and 2,000 strangers at each of them cost little: garbage, giant frames, half
+    handshakes and half requests, while others are answered."""
+    with service(form, monkeypatch) as (servers, port), httpx.Client() as client:
+        url = servers[0].url
+        names = {int(url.rpartition(":")[2]): "--port", port: "--master-port", port + 1: "--master-port + 1"}
+        if "-dpp" in FORMS[form][0]:
+            names[port] = "--data-parallel-rpc-port"
+        expected, found = answer(url, client), listeners_of(servers)
+        assert {ip for _, ip, _ in found} == {"127.0.0.1"}
+        states = {place: "open" if is_open(place) else "shut" for place in {each[1:] for each in found}}
+        known = {(who, names.get(number, "any"), states[ip, number]) for who, ip, number in found}
+        assert known == FORMS[form][2]
+        before = state_of(servers)
+        for place, state in states.items():
+            if state == "open":
+                strangers = crowd(place, HALF_REQUESTS if names.get(place[1]) == "--port" else HALF_GREETINGS)
+                assert answer(url) == answer(url, client) == expected, place
+                during = state_of(servers)
+                assert all(during[each][0] < memory + 64 * MB for each, (memory, _) in before.items()), place
+                for stranger in strangers:
+                    stranger.close()
+                wait_until(
+                    lambda: all(
+                        now[1] <= before[each][1] + 2 for each, now in state_of(servers).items() if each in before
+                    ),
+                    f"descriptors remain open after strangers at {place}",
+                )
+                assert answer(url) == answer(url, client) == expected, place
+        for server in servers:
+            assert server.process.poll() is None and not any("Traceback" in line for line in server.lines)

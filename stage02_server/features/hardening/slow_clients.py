@@ -41,9 +41,17 @@ class Unfinished:
         self.connections[connection] = self.connections.get(connection, 0) + num_bytes
         self.num_bytes += num_bytes
         while len(self.connections) > self.max_connections or self.num_bytes > MAX_UNFINISHED_BYTES:
-            oldest = next(iter(self.connections))
-            self.discard(oldest)
-            oldest.end_slow("crowded", "Too many requests arrive slowly; send this one in one go.")
+            self.end_oldest()
+
+    def end_oldest(self) -> bool:
+        """Make room for another. False if there is none that has to send anything."""
+        if not self.connections:
+            return False
+        oldest = next(iter(self.connections))
+        self.discard(oldest)
+        oldest.opened.discard(oldest)  # its end takes a turn of the event loop
+        oldest.end_slow("crowded", "Too many requests arrive slowly; send this one in one go.")
+        return True
 
     def discard(self, connection: TimedHttpProtocol) -> None:
         """Its request is complete, or it has closed."""
@@ -73,7 +81,7 @@ class TimedHttpProtocol(PipelinedHttpProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """From asyncio: a client has connected and must send a header."""
         super().connection_made(transport)
-        if not self.opened.add(self):
+        if not (self.opened.add(self) or self.unfinished.end_oldest()):
             self._ended("full")
             self._send_error(unavailable("Too many connections (--max-connections)."), b"503 Service Unavailable")
             return
@@ -172,6 +180,7 @@ class TimedHttpProtocol(PipelinedHttpProtocol):
 
     def _send_error(self, error: APIError, phrase: bytes, linger: bool = False) -> None:
         """Answer without the application, and end the connection, which waits until earlier answers are read as well."""
+        self._stop_timer()  # it has nothing more to send, and no second error to read
         super()._send_error(error, phrase, linger)
         self._watch_buffer()
 

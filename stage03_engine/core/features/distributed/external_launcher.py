@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import sys
 import time
@@ -37,6 +38,7 @@ from stage03_engine.core.worker import Executor, Worker
 from stage03_engine.errors import ConfigError, StagesError
 from stagetrace import trace
 
+logger = logging.getLogger(__name__)
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 COMMAND = "stage03_engine.__main__"
 
@@ -75,6 +77,7 @@ class ExecutorWithExternalLauncher(Executor):
         self.ranks, local_size = launched(config)
         if config.device_config.device == "cuda":
             self._take_device(local_size)
+        _warn_of_torchrun()
         join(self.ranks, "env://", config)
         self.config = own_config(config, self.ranks, threads_each(config, local_size))
         self._local_size = local_size
@@ -154,6 +157,15 @@ class ExecutorWithExternalLauncher(Executor):
     def shutdown(self) -> None:
         self.worker.shutdown()
         destroy_distributed()
+
+
+def _warn_of_torchrun(environ: Mapping[str, str] = os.environ) -> None:
+    """Its ports are not ours to close: they belong to its own process, which began before this one."""
+    if "TORCHELASTIC_RUN_ID" in environ and environ.get("LOCAL_RANK", "0") == "0":
+        logger.warning(
+            "torchrun listens unprotected on all addresses of this machine, and whoever reaches it can run code in it; use a network that "
+            "nobody else is on."
+        )
 
 
 def _fail_together(error: StagesError, environ: Mapping[str, str] = os.environ) -> NoReturn:

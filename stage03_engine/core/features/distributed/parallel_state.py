@@ -5,9 +5,11 @@ torch.distributed does the talking: gloo on CPUs, NCCL on GPUs. Every collective
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,8 @@ from stage03_engine.core.features.distributed.closed_doors import close_doors, l
 from stage03_engine.core.features.distributed.ranks import Ranks
 from stagetrace import trace
 
+PATIENCE = {"timeout": timedelta(minutes=30)}
+"""For the others to come; torch's own for a process group, where a store alone has five minutes."""
 _ranks = Ranks()
 _tp_group: dist.ProcessGroup | None = None
 _step: int | None = None  # the engine's, for the trace
@@ -36,13 +40,15 @@ def trace_step(step: int) -> None:
 def init_distributed(mine: Ranks, init_method: str, device: str, timeout_seconds: float | None = None) -> None:
     """Join the other workers; returns when all have come, and nobody else can from then on. `init_method` is `tcp://host:port`, `file:///path` or `env://`.
 
-    Raises RuntimeError (torch.distributed.DistError) if they do not come within the timeout.
+    Raises RuntimeError (torch.distributed.DistError) if they do not come within the timeout, and OSError if the port is taken.
     """
     global _ranks, _tp_group
     before = listening()
     limit = {} if timeout_seconds is None else {"timeout": timedelta(seconds=timeout_seconds)}
+    by_tcp = init_method.startswith("tcp://")
+    where = {"store": _store(mine, init_method, limit or PATIENCE)} if by_tcp else {"init_method": init_method}
     dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo", init_method, rank=mine.rank, world_size=mine.world_size, **limit
+        "nccl" if device == "cuda" else "gloo", rank=mine.rank, world_size=mine.world_size, **where, **limit
     )
     for stage in range(mine.pp_size):  # every process makes every group, in the same order
         members = [stage * mine.tp_size + slice_ for slice_ in range(mine.tp_size)]
@@ -52,6 +58,19 @@ def init_distributed(mine: Ranks, init_method: str, device: str, timeout_seconds
     if device != "cuda":  # NCCL opens its own ports when they are needed, and closes them again
         close_doors(listening() - before)
     _ranks = mine
+
+
+def _store(mine: Ranks, address: str, limit: dict[str, timedelta]) -> dist.Store:
+    """Where the workers tell each other their addresses. torch's own listens on every address of rank 0's machine, this one on `address` only:
+    it has no password, so that whoever reaches it before all have come could name himself as one of them."""
+    place = urlsplit(address)
+    assert place.hostname is not None and place.port is not None
+    if mine.rank > 0:
+        return dist.TCPStore(place.hostname, place.port, mine.world_size, False, **limit)
+    family = socket.AF_INET6 if ":" in place.hostname else socket.AF_INET
+    with socket.create_server((place.hostname, place.port), family=family) as listener:
+        descriptor = listener.detach()  # the store's from now on
+    return dist.TCPStore(place.hostname, place.port, mine.world_size, True, master_listen_fd=descriptor, **limit)
 
 
 def destroy_distributed() -> None:

@@ -33,7 +33,7 @@ def join(mine: Ranks, init_method: str, config: VllmConfig) -> None:
     limit = config.parallel_config.distributed_timeout_seconds
     try:
         init_distributed(mine, init_method, config.device_config.device, limit)
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, OSError) as error:
         within = "" if limit is None else f" within {limit} s (--distributed-timeout-seconds)"
         raise StagesError(f"the workers did not meet{within}: {str(error).partition(chr(10))[0]}") from error
 

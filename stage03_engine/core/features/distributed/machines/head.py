@@ -109,8 +109,8 @@ class WorkersOfMachines(WorkerProcesses):
         self._nodes = Nodes(self.config, self._welcome, self._ended, lambda why: self._fail(why, killed=True))
         self._nodes.start()
         logger.warning(
-            "torch.distributed listens unprotected at port %d of all addresses of this machine; use a network that nobody else is on.",
-            parallel.master_port,
+            "torch.distributed listens unprotected at %s until all workers have met; use a network that nobody else is on.",
+            tcp(self._head, parallel.master_port).removeprefix("tcp://"),
         )
         if secret is None:
             logger.warning("%s listens unprotected: whoever reaches it can use the engine.", self._address)
@@ -121,7 +121,8 @@ class WorkersOfMachines(WorkerProcesses):
     def _check_port(self, port: int) -> None:
         """Raises ConfigError for a port in use: torch would report it in many lines, after this machine's workers have loaded their weights."""
         try:
-            socket.create_server(("", port)).close()
+            family = socket.AF_INET6 if ":" in self._head else socket.AF_INET
+            socket.create_server((self._head, port), family=family).close()
         except OSError as error:
             raise ConfigError(f"port {port} (--master-port) cannot be used: {error.strerror}") from None
 
