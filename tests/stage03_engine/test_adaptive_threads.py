@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,14 +19,14 @@ from patience import PATIENCE
 from small_gpt2 import first_layers
 
 from stage03_engine.arg_utils import EngineArgs
-from stage03_engine.core.features.adaptive_threads import hook
+from stage03_engine.core.features.adaptive_threads import hook, policy as rule, room
 from stage03_engine.core.features.adaptive_threads.policy import (
-    LONGEST_WAIT,
-    MOST_LATE_WINDOWS,
-    SHORTEST_WAIT,
+    MOST_LATENESS,
+    WAITS,
     ThreadPolicy,
     Window,
 )
+from stage03_engine.core.features.adaptive_threads.room import busy_seconds
 from stage03_engine.llm import LLM
 from stage03_engine.sampling_params import SamplingParams
 from stage04_kernels.backends.native import library
@@ -37,62 +38,98 @@ SMALL: dict[str, Any] = {"kv_cache_memory_bytes": 20_000_000, "max_model_len": 9
 NATIVE = pytest.mark.skipif(library.problem() is not None, reason=str(library.problem()))
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=3)
 PROMPTS = [list(range(5, 45)), [7, 8, 9], [40] * 17]
-ON_TIME, LATE = 1.0, 2.1
+ON_TIME, LATE = 1.0, 2.6
+STEP = 1 / 32  # seconds of a step that is on time
 
 
-def decisions(policy: ThreadPolicy, *lateness: float) -> list[int]:
-    return [policy.decide(Window(each, 1.0)) for each in lateness]
+def steps(policy: ThreadPolicy, lateness: float, count: int = 1, room: float | None = None) -> list[int]:
+    return [policy.decide(Window(lateness * STEP, STEP), room) for _ in range(count)]
 
 
 def test_threads_that_are_on_time_stay() -> None:
-    assert set(decisions(ThreadPolicy(4), *[ON_TIME, 1.4] * 200)) == {4}
+    assert {each for late in [ON_TIME, 1.5] * 200 for each in steps(ThreadPolicy(4), late)} == {4}
 
 
-def test_two_late_windows_in_a_row_halve_them() -> None:
-    assert decisions(ThreadPolicy(8), LATE, ON_TIME, LATE, ON_TIME) == [8] * 4
-    assert decisions(ThreadPolicy(8), *[LATE] * 7) == [8, 4, 4, 2, 2, 1, 1]
-    assert decisions(ThreadPolicy(3), LATE, LATE) == [3, 1]
-    assert Window(1.0, 0.0).late  # no processor time at all is late
+def test_the_first_long_step_that_is_late_halves_them() -> None:
+    policy = ThreadPolicy(8)
+    assert steps(policy, LATE) == [4] and policy.why == "late" and policy.trying and policy.late == LATE
+    assert steps(policy, LATE, 12) == [4] * 4 + [2] * 5 + [1] * 3  # a trial is four steps
+    assert steps(ThreadPolicy(3), LATE) == [1]
+    assert Window(1.0, 0.0).lateness == 1.0  # no processor time at all is late
 
 
-def test_a_trial_that_is_late_makes_the_next_one_wait_twice_as_long() -> None:
+def test_short_steps_add_up_and_those_on_time_pay_off() -> None:
+    late, on_time = Window(0.004, 0.002), Window(0.002, 0.002)
     policy = ThreadPolicy(2)
-    decisions(policy, LATE, LATE)
+    assert [policy.decide(late) for _ in range(22)] == [2] * 21 + [1]
+    policy = ThreadPolicy(2)
+    assert {policy.decide(each) for _ in range(200) for each in [late, *[on_time] * 4]} == {2}
+
+
+def test_a_try_that_is_late_makes_the_next_one_wait_twice_as_long() -> None:
+    policy = ThreadPolicy(2)
+    steps(policy, LATE)
     waits = []
     for _ in range(7):
-        waits.append(0)
-        while policy.decide(Window(ON_TIME, 1.0)) == 1:
-            waits[-1] += 1
-        assert policy.trying
-        assert policy.decide(Window(LATE, 1.0)) == 1 and not policy.trying
-    assert [wait + 1 for wait in waits] == [SHORTEST_WAIT << n for n in range(5)] + [LONGEST_WAIT] * 2
+        waits.append(0.0)
+        while steps(policy, ON_TIME) == [1]:
+            waits[-1] += STEP
+        assert policy.trying and policy.why == "a try"
+        assert steps(policy, LATE) == [1] and not policy.trying and policy.why == "late again"
+    shortest, longest = WAITS[None]
+    assert waits == pytest.approx([shortest * 2**n for n in range(5)] + [longest] * 2, abs=4 * STEP)
+
+
+def test_free_cores_are_taken_at_once_and_cores_that_are_not_free_hardly_ever() -> None:
+    policy = ThreadPolicy(8)
+    steps(policy, LATE, 11)
+    assert policy.threads == 1
+    assert set(steps(policy, ON_TIME, int(6 / STEP), room=1.2)) == {1}
+    found = next(each for each in (steps(policy, LATE, room=4.7) for _ in range(int(0.6 / STEP))) if each != [1])
+    assert found == [5] and policy.why == "free cores"  # late or not: the cores are there
+    policy = ThreadPolicy(2)
+    steps(policy, LATE)
+    tries = 0
+    for _ in range(int(600 / (LATE * STEP))):
+        tries += steps(policy, LATE, room=0.5) == [2]
+    assert tries <= 9  # 6, 13, 26, 51, then each 102 seconds
+
+
+def test_free_cores_must_be_free_for_a_while() -> None:
+    policy = ThreadPolicy(2)
+    steps(policy, LATE)
+    assert {each for room in [2.0, 0.9] * 9 for each in steps(policy, ON_TIME, 10, room)} == {1}
 
 
 def test_a_trial_that_is_on_time_stays_and_the_next_core_is_tried_soon() -> None:
     policy = ThreadPolicy(4)
-    decisions(policy, *[LATE] * 4)
-    assert decisions(policy, *[ON_TIME] * 4 * LONGEST_WAIT)[-1] == 4
-    assert policy._wait == SHORTEST_WAIT  # forgiven
+    steps(policy, LATE, 6)
+    assert policy.threads == 1
+    assert steps(policy, ON_TIME, int(20 / STEP))[-1] == 4
+    assert policy._waits == {free: shortest for free, (shortest, _) in WAITS.items()}  # forgiven
 
 
 def test_fewer_threads_that_are_slower_go_back_and_are_tried_ever_more_rarely() -> None:
     """Late, and the best there is: the server's other processes have the cores for a moment, again and again."""
-    policy, tries = ThreadPolicy(2), list[int]()
-    for window in range(1000):
+    policy, tries, one = ThreadPolicy(2), list[int](), 0
+    for number in range(10_000):
         two = policy.threads == 2
-        if policy.decide(Window(1.6 if two else 2.2, 1.0 if two else 2.1)) == 1:
-            tries.append(window)
-    assert [later - before for before, later in itertools.pairwise(tries)][:5] == [5, 9, 17, 33, 65]
-    assert len(tries) < 7 + 1000 // MOST_LATE_WINDOWS
-    decisions(policy, *[ON_TIME] * MOST_LATE_WINDOWS)
-    assert decisions(policy, LATE, LATE) == [2, 1]  # forgiven
+        if policy.decide(Window(1.6 * STEP if two else 2.2 * STEP, STEP if two else 2.1 * STEP), 2.0) == 1:
+            tries += [number] * two
+            one += 1
+    between = [later - before for before, later in itertools.pairwise(tries)]
+    assert between[:3] == sorted(between[:3]) and between[-1] >= MOST_LATENESS / (0.3 * STEP)
+    assert one < 0.05 * 10_000 and policy._borne == MOST_LATENESS
+    steps(policy, ON_TIME, int(8 * MOST_LATENESS / STEP))
+    assert steps(policy, LATE) == [1]  # forgiven
 
 
 def test_a_trial_that_is_late_and_faster_stays() -> None:
     policy = ThreadPolicy(2)
-    decisions(policy, LATE, LATE, *[ON_TIME] * SHORTEST_WAIT)
-    assert policy.threads == 2 and policy.trying
-    assert policy.decide(Window(0.8, 0.4)) == 2 and not policy.trying
+    steps(policy, LATE)
+    while policy.threads == 1:
+        steps(policy, ON_TIME)
+    assert [policy.decide(Window(0.8 * STEP, 0.4 * STEP)) for _ in range(4)] == [2] * 4 and not policy.trying
 
 
 def test_steps_of_another_size_say_nothing() -> None:
@@ -103,33 +140,93 @@ def test_steps_of_another_size_say_nothing() -> None:
 
 def test_nothing_is_tried_while_even_one_thread_is_late() -> None:
     policy = ThreadPolicy(2)
-    assert decisions(policy, *[LATE] * 500)[1:] == [1] * 499
+    assert steps(policy, LATE, 2000) == [1] * 2000
     assert not policy.trying
 
 
-@given(st.integers(1, 16), st.lists(st.floats(0.9, 9.0), max_size=300))
-def test_there_is_always_a_thread_and_never_one_too_many(most: int, lateness: list[float]) -> None:
-    policy, before = ThreadPolicy(most), most
-    for threads in decisions(policy, *lateness):
+@given(st.integers(1, 16), st.lists(st.tuples(st.floats(0.9, 9.0), st.none() | st.floats(-1.0, 20.0)), max_size=300))
+def test_there_is_always_a_thread_and_never_one_too_many(most: int, found: list[tuple[float, float | None]]) -> None:
+    policy = ThreadPolicy(most)
+    for lateness, free in found:
+        before = policy.threads
+        (threads,) = steps(policy, lateness, room=free)
         assert 1 <= threads <= most
-        assert threads <= before + 1
-        before = threads
+        assert threads <= max(before + 1, (free or 0) + 1) or policy.why == "slower"
 
 
-@settings(max_examples=20)
-@given(st.integers(2, 16), st.data())
-def test_it_finds_the_cores_that_are_left(most: int, data: st.DataObject) -> None:
-    """Other work takes some cores for good: threads that find none are late. Soon there are as many as there are cores left, and one more is rare."""
-    left = data.draw(st.integers(1, most - 1))
-    policy, counts = ThreadPolicy(most), []
-    for _ in range(1500):
-        counts.append(policy.decide(Window(LATE if policy.threads > left else ON_TIME, 1.0)))
-    settled = counts[500:]
-    assert set(settled) <= {left, left + 1}
-    assert settled.count(left + 1) <= len(settled) // LONGEST_WAIT + 1
-    for _ in range(most * SHORTEST_WAIT + LONGEST_WAIT):  # the other work ends
-        policy.decide(Window(ON_TIME, 1.0))
-    assert policy.threads == most
+class Machine:
+    """A simulation: cores that busy loops share with the threads of a step, in turns of some milliseconds. A thread whose turn is over waits for one of each other
+    program on its core; the thread that calls spins, which is processor time, until the last one is done.
+    """
+
+    TURN, PRODUCTS = 0.003, 8
+
+    def __init__(self, cores: int, work: float, seed: int, *, sees: bool) -> None:
+        self.cores, self.work, self.loops, self.now = cores, work, 0, 0.0
+        self.random, self.sees = random.Random(seed), sees
+        self.policy = ThreadPolicy(cores)
+
+    def wait(self, busy: float, threads: int) -> float:
+        """Seconds that a thread which needs so much processor time does not get it."""
+        others = max(0.0, (self.loops + threads) / self.cores - 1)
+        turns = int(busy / self.TURN) + (self.random.random() < busy / self.TURN % 1)
+        return self.TURN * sum(self.random.uniform(0.5, 1.5) * others for _ in range(turns))
+
+    def step(self) -> Window:
+        """One step, as long as it takes."""
+        threads, seconds, busy = self.policy.threads, 0.0, 0.0
+        own = self.work / self.PRODUCTS / threads * self.random.uniform(1.0, 1.05)
+        for _ in range(self.PRODUCTS):
+            ends = [own + self.wait(own, threads) for _ in range(threads)]
+            spins = max(0.0, max(ends) - ends[0])
+            spins_late = self.wait(spins, threads)
+            seconds += max(max(ends), ends[0] + spins_late)
+            busy += own + max(0.0, spins - spins_late)
+        return Window(seconds, busy)
+
+    def room(self) -> float | None:
+        """What is measured, about as well as the system counts."""
+        runs = self.loops + self.policy.threads
+        others = self.loops * min(1.0, self.cores / runs)
+        return self.cores - others + self.random.uniform(-0.15, 0.15) if self.sees else None
+
+    def run(self, loops: int, seconds: float) -> list[tuple[float, int]]:
+        """(seconds since the loops began or ended, threads of the next steps), each time that it changes."""
+        self.loops, start, before, changes = loops, self.now, self.policy.threads, []
+        while self.now - start < seconds:
+            step = self.step()
+            self.now += step.seconds
+            if self.policy.decide(step, self.room()) != before:
+                changes.append((self.now - start, self.policy.threads))
+                before = self.policy.threads
+        return changes
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    st.sampled_from([(2, 2), (2, 4), (2, 6), (4, 8)]), st.sampled_from([0.01, 0.03]), st.integers(0, 99), st.booleans()
+)
+def test_a_load_is_noticed_at_once_and_its_end_soon(found: tuple[int, int], work: float, seed: int, sees: bool) -> None:
+    """Every core has a busy loop or more."""
+    cores, loops = found
+    machine = Machine(cores, work, seed, sees=sees)
+    assert machine.run(0, 2.0) == []
+    changes = machine.run(loops, 8.0)
+    assert next(when for when, threads in changes if threads == 1) < 0.25 * cores / 2 + 4 * work
+    assert len(changes) <= cores + 2
+    at_one = [after - when for (when, n), (after, _) in itertools.pairwise([*changes, (8.0, 0)]) if n == 1]
+    assert sum(at_one) > 0.9 * 8.0
+    back = machine.run(0, 6.0)
+    assert machine.policy.threads == cores and back[-1][0] < 2.0
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.sampled_from([0.01, 0.03]), st.integers(0, 99), st.floats(0.3, 5.0))
+def test_a_load_that_comes_and_goes_does_not_make_it_flap(work: float, seed: int, each: float) -> None:
+    """As often as it changes itself, at most, and a few times more."""
+    machine, turns = Machine(2, work, seed, sees=True), int(30 / each)
+    changes = sum(len(machine.run(2 * (turn % 2), each)) for turn in range(turns))
+    assert changes <= min(turns + 4, 30)
 
 
 def config(**settings: Any) -> Any:
@@ -222,7 +319,7 @@ class Clocks:
         return run
 
 
-def test_a_window_has_enough_steps_and_enough_time(
+def test_each_step_is_measured_and_the_log_says_little(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     clocks, limits = Clocks(monkeypatch), list[int | None]()
@@ -230,21 +327,58 @@ def test_a_window_has_enough_steps_and_enough_time(
     inputs: Any = SimpleNamespace(input_ids=[0])
     each: Any = type("Config", (), {"device_config": type("Device", (), {"num_threads": 2})})
     threads = hook.AdaptiveThreadsHook(None, each)  # type: ignore[arg-type]
+    monkeypatch.setattr(threads.room, "now", lambda: None)
     late, on_time = clocks.model(1 / 128, 1 / 320), clocks.model(1.0, 0.99)
     with caplog.at_level(logging.INFO):
-        for step in range(1, 15):  # seven steps of 8 ms are a window
+        for step in range(1, 9):
             assert threads.forward(inputs, late) is inputs
-            assert limits == [1] * (step == 14), step
+            assert limits == [1] * (step == 8), step
         inputs.input_ids = [0] * 9
-        for _ in range(4):  # four steps of a second are one
+        for _ in range(4):
             threads.forward(inputs, on_time)
         assert "took 2.5 times as long as it computed, so 1 of 2 compute threads go on" in caplog.messages[-1]
-        for _ in range(16 * SHORTEST_WAIT):
+        for _ in range(70):
             threads.forward(inputs, on_time)
     assert limits == [1, 2]
     assert caplog.messages[-1] == "2 of 2 compute threads again" and len(caplog.messages) == 2
     threads.shutdown()
     assert limits == [1, 2, None]
+
+
+STAT = """cpu  900 0 0 900 0 0 0 0 0 0
+cpu0 {} 50 10 700 20 1 2 {} 0 0
+cpu1 900 0 0 0 0 0 0 0 0 0
+cpu10 100 0 0 800 0 0 0 0 0 0
+intr 5 5
+"""
+
+
+def test_cores_that_others_leave(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file, now, own = tmp_path / "stat", [100.0], [10.0]
+    monkeypatch.setattr(room, "monotonic", lambda: now[0])
+    monkeypatch.setattr(room, "process_time", lambda: own[0])
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 10}, raising=False)
+    monkeypatch.setattr(os, "sysconf", lambda _: 100)
+
+    def after(seconds: float, computed: float, user: int, steal: int = 0) -> float | None:
+        now[0] += seconds
+        own[0] += computed
+        file.write_text(STAT.format(user, steal))
+        return measured.now()
+
+    assert busy_seconds(STAT.format(100, 7), {0, 10}, 100) == 2.2
+    measured = room.Room(str(file))
+    assert after(0.0, 0.0, 1000) is None
+    assert after(0.125, 0.125, 9999) is None  # too soon to count
+    assert after(0.125, 0.125, 1025) == pytest.approx(2.0)  # nobody but this process
+    assert after(0.125, 0.0, 9999) == pytest.approx(2.0)  # as it was
+    assert after(0.125, 0.125, 1065) == pytest.approx(0.9)
+    assert after(0.25, 0.25, 1065, steal=50) == pytest.approx(1.0)
+    assert after(5.0, 0.0, 1060) is None  # nobody has asked for long
+    file.write_text("cpu0 1 1\n")
+    now[0] += 1
+    assert measured.now() is None and not measured.cores
+    assert room.Room(str(tmp_path / "none")).now() is None
 
 
 @NATIVE
@@ -255,10 +389,10 @@ def test_late_steps_are_seen_in_the_trace_and_not_in_the_tokens(
     more = SMALL | {"num_threads": 2, "attention_backend": "native", "async_scheduling": ahead}
     with LLM(str(model), **more) as llm:
         wanted = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY)]
-    monkeypatch.setattr(hook, "WINDOW_SECONDS", 0.0)
+    monkeypatch.setattr(rule, "LATENESS", 0.0)
     monkeypatch.setattr(hook, "thread_time", lambda: 0.0)  # no time to compute
     with LLM(str(model), adaptive_threads=True, trace=str(tmp_path), **more) as llm:
         found = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY)]
     assert found == wanted
     changed = read_run(tmp_path).named("threads.changed")[0]
-    assert (changed.args["before"], changed.args["threads"], changed.args["trial"]) == (2, 1, True)
+    assert [changed.args[name] for name in ("before", "threads", "trial", "why")] == [2, 1, True, "late"]

@@ -174,6 +174,16 @@ def test_what_manifests_name_is_there() -> None:
         assert {name for pair in each.conflicts for name in pair} <= options, each.name
 
 
+def test_every_conflict_has_a_reason_that_ends_a_sentence() -> None:
+    """`one cannot be combined with other: REASON; leave out one of the two`."""
+    found = {(each.name, pair): why for each in plugins.features() for pair, why in each.conflicts.items()}
+    assert found
+    for where, why in found.items():
+        assert len(why.split()) >= 5 and why == why.strip() and "\n" not in why, where
+        assert why[0].islower() and why[-1].isalpha(), f"{where}: it goes on after a colon, and before a semicolon"
+    assert len(set(found.values())) == len(found), "a reason that fits two pairs is none"
+
+
 def test_a_name_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """A typo behind the colon; the module is there."""
     index(monkeypatch, feature("a", Part("policy", ".layer_trace:Typo", key="x")))

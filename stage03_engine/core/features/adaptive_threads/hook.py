@@ -14,6 +14,7 @@ from torch import Tensor
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.features.adaptive_threads.policy import ThreadPolicy, Window
+from stage03_engine.core.features.adaptive_threads.room import Room
 from stage03_engine.core.hooks import RunnerHook
 from stage03_engine.core.input_batch import StepInputs
 from stage03_engine.core.model_runner import ModelRunner
@@ -21,10 +22,6 @@ from stage04_kernels.backends.native.library import limit_threads
 from stagetrace import trace
 
 logger = logging.getLogger(__name__)
-WINDOW_STEPS, WINDOW_SECONDS = (
-    4,
-    0.05,
-)  # a window is as long as both ask for: longer than the system lets another program compute at a time
 SECONDS_BETWEEN_LINES = 60.0
 _owner: weakref.ref[AdaptiveThreadsHook] | None = None
 """The hook that decides for this process: a model that drafts, or another engine, has the same threads."""
@@ -44,8 +41,7 @@ class AdaptiveThreadsHook(RunnerHook):
         if self._decides:
             _owner = weakref.ref(self)
         most: int = config.device_config.num_threads or 1
-        self.policy = ThreadPolicy(most)
-        self._steps, self._tokens, self._seconds, self._busy = 0, 0, 0.0, 0.0
+        self.policy, self.room = ThreadPolicy(most), Room()
         self._late = 0.0  # how late the threads were when there were fewer from then on
         self._told, self._told_at = most, float("-inf")
 
@@ -56,25 +52,21 @@ class AdaptiveThreadsHook(RunnerHook):
         start, busy = monotonic(), thread_time()
         hidden = run(inputs)
         end = monotonic()
-        self._steps += 1
-        self._tokens += len(inputs.input_ids)
-        self._seconds += end - start
-        self._busy += thread_time() - busy
-        if self._steps >= WINDOW_STEPS and self._seconds >= WINDOW_SECONDS:
-            self._decide(end)
+        self._decide(Window(end - start, thread_time() - busy, 1, len(inputs.input_ids)), end)
         return hidden
 
-    def _decide(self, now: float) -> None:
-        """The window is over."""
-        before, waiting = self.policy.threads, round(self._seconds / max(self._busy, 1e-9), 2)
-        threads = self.policy.decide(Window(self._seconds, self._busy, self._steps, self._tokens))
-        self._steps, self._tokens, self._seconds, self._busy = 0, 0, 0.0, 0.0
-        self._late = waiting if threads < before else self._late
+    def _decide(self, step: Window, now: float) -> None:
+        """A step is over."""
+        policy = self.policy
+        before = policy.threads
+        threads = policy.decide(step, self.room.now() if before < policy.most else None)
         if threads != before:
             limit_threads(threads)
+            self._late = policy.late if threads < before else self._late
             if trace.on:
-                trace.emit("threads.changed", before=before, threads=threads, late=waiting, trial=self.policy.trying)
-        if threads != self._told and not self.policy.trying and now - self._told_at >= SECONDS_BETWEEN_LINES:
+                late, why = round(policy.late, 2), policy.why
+                trace.emit("threads.changed", before=before, threads=threads, late=late, trial=policy.trying, why=why)
+        if threads != self._told and not policy.trying and now - self._told_at >= SECONDS_BETWEEN_LINES:
             self._tell(threads)
             self._told, self._told_at = threads, now
 

@@ -1,22 +1,26 @@
-"""How many compute threads the next steps take, decided from how late the calling thread came back from the last ones.
+"""How many compute threads the next steps take, decided after each step from how late the calling thread came back from it.
 
 The threads of a step share each matrix product, and the next one begins when the last of them is done. When another program has the core of one, all
-wait until the system gives it back, some milliseconds, up to a hundred times a step: so on a busy machine two threads are slower than one. Nothing here
-reads a clock: numbers in, a number out.
+wait until the system gives it back, some milliseconds, up to a hundred times a step: so on a busy machine two threads are slower than one, and a step may
+take a second. Nothing here reads a clock: numbers in, a number out.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-LATE = 1.5
-"""A window is late if it took longer than this many times the processor time of the thread that called. On two cores, beside other work, that was 2 to 5 with two threads."""
+LATE = 1.3
+"""A step is late by the time that it took beyond this many times the processor time of the thread that called. On two cores with two threads steps took 1.0 to 1.1
+times that on a quiet machine, 1.5 to 1.7 beside one busy loop, and 3 to 6 beside four."""
+LATENESS, MOST_LATENESS = (
+    0.03,
+    2.0,
+)  # seconds that steps may be late, until there are fewer threads: one interruption is shorter
 FASTER = 0.95  # a step that takes less than this share of another one is faster: less is noise
-LATE_WINDOWS, MOST_LATE_WINDOWS = (
-    2,
-    128,
-)  # one after the other, until there are fewer threads: a single one may be anything
-SHORTEST_WAIT, LONGEST_WAIT = 8, 128  # windows that are on time, before one thread more is tried
+TRIAL_STEPS, TRIAL_SECONDS = 4, 0.05  # a trial is as long as both ask for
+HALF_A_CORE = 0.5  # is enough for one thread more: the server's own processes need some of it
+WAITS: dict[bool | None, tuple[float, float]] = {True: (0.4, 6.4), None: (0.4, 6.4), False: (6.4, 102.4)}
+"""Is a core free for one thread more (None: not known)? -> seconds before it is tried: at first, and after many trials that failed."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +32,15 @@ class Window:
     steps: int = 1
     tokens: int = 1
 
+    def __add__(self, other: Window) -> Window:
+        return Window(
+            self.seconds + other.seconds, self.busy + other.busy, self.steps + other.steps, self.tokens + other.tokens
+        )
+
     @property
-    def late(self) -> bool:
-        """Did it wait longer than it should?"""
-        return self.seconds > LATE * self.busy
+    def lateness(self) -> float:
+        """Seconds that it waited longer than it should; less than 0 if it was on time."""
+        return self.seconds - LATE * self.busy
 
     def compared(self, before: Window) -> int:
         """1 if its steps are faster than those before, -1 if they are slower; 0 if they are as fast, or of another size, which says nothing."""
@@ -41,57 +50,93 @@ class Window:
         return (own < FASTER * other) - (other < FASTER * own)
 
 
-class ThreadPolicy:
-    """`threads` is how many the next steps take, 1 to `most`: half as many after late windows, one more after a while without. Both are trials of one window.
+NOTHING = Window(0.0, 0.0, 0, 0)
 
-    One thread more must be on time or make steps faster, or the wait before the next such trial doubles. Fewer must not be slower while they are on time: else it was no
-    harm that the others were late, and it takes twice as many late windows to try again. Windows that are on time with `most` threads make both short again.
+
+class ThreadPolicy:
+    """`threads` is how many the next steps take, 1 to `most`. `why` is the reason of the last change, and `late` how many times their
+    processor time the steps before it took.
+
+    Lateness adds up, and steps that are on time pay it off: so a load is noticed after some hundredths of a second, or after one long step, and an interruption is not. Then half as
+    many threads go on. More are taken once other programs have left cores free for a moment; where that cannot be seen, after a while on time; and where there is none, very
+    rarely, for what is seen may be wrong. Both are trials: threads that came back and are late again wait twice as long the next time. Fewer must not be
+    slower while they are on time: else it was no harm that the others were late, and twice the lateness is borne. A time on time with `most` threads makes all that short again.
     """
 
     def __init__(self, most: int) -> None:
         self.most = self.threads = most
-        self._num_late, self._patience = 0, LATE_WINDOWS
-        self._wait = self._left = SHORTEST_WAIT
+        self.why, self.late = "", 0.0
+        self._lateness, self._borne = 0.0, LATENESS
+        self._free: bool | None = None
+        self._waits = {free: shortest for free, (shortest, _) in WAITS.items()}
+        self._since = 0.0  # seconds with fewer threads, while `_free` stayed the same
+        self._window = NOTHING  # since the last change, or the last window that was long enough
         self._before: tuple[int, Window] | None = (
-            None  # while a trial runs: the number of threads before it, and their last window
+            None  # during a trial: the number of threads before it, and their steps
         )
+        self._tried: set[bool | None] = set()  # what `_free` was when there were more the last time; none yet
 
     @property
     def trying(self) -> bool:
         """Is the present number a trial?"""
         return self._before is not None
 
-    def decide(self, window: Window) -> int:
-        """The number of threads after this window."""
+    def decide(self, step: Window, room: float | None = None) -> int:
+        """The number of threads after this step. `room` is how many cores other programs leave to this one, None if that is not known; nobody need measure
+        it while there are `most`."""
+        self._lateness = min(max(self._lateness + step.lateness, 0.0), self._borne)
+        window = self._window = self._window + step
+        late = self._lateness >= self._borne
+        long = window.steps >= TRIAL_STEPS and window.seconds >= TRIAL_SECONDS
         if self._before is not None:
-            (threads, before), self._before = self._before, None
-            if self._judge(threads, window.late, window.compared(before)):
-                return self.threads
-        self._num_late = self._num_late + 1 if window.late else 0
-        if self._num_late >= self._patience and self.threads > 1:
-            self._change(self.threads // 2, window)
-            self._left = self._wait
-        elif not window.late and self.threads == self.most:
-            self._wait = max(SHORTEST_WAIT, self._wait - 1)
-            self._patience = max(LATE_WINDOWS, self._patience - 1)
-        elif not window.late:
-            self._left -= 1
-            if self._left <= 0:
-                self._change(self.threads + 1, window)
-                self._left = SHORTEST_WAIT
+            self._judge(*self._before, late, long)
+        elif late and self.threads > 1:
+            self._fail()
+            self._change(max(1, self.threads // 2), "late", trial=True)
+        elif self.threads < self.most:
+            self._wait(step, room)
+        elif not self._lateness:
+            self._forgive(step.seconds)
+        if long and self._window is window:
+            self._window = step
         return self.threads
 
-    def _change(self, threads: int, window: Window) -> None:
-        self._before, self.threads, self._num_late = (self.threads, window), threads, 0
+    def _change(self, threads: int, why: str, *, trial: bool) -> None:
+        self._before = (self.threads, self._window) if trial else None
+        self.threads, self.why = threads, why
+        self.late = self._window.seconds / max(self._window.busy, 1e-9)
+        self._lateness, self._since, self._window, self._free = 0.0, 0.0, NOTHING, None
 
-    def _judge(self, before: int, late: bool, faster: int) -> bool:
-        """The trial is over. Does the number of threads before it come back?"""
-        if self.threads > before and late and faster < 1:
-            self._wait = min(2 * self._wait, LONGEST_WAIT)
-            self._left = self._wait
-        elif self.threads < before and not late and faster < 0:
-            self._patience = min(2 * self._patience, MOST_LATE_WINDOWS)
-        else:
-            return False
-        self.threads = before
-        return True
+    def _judge(self, threads: int, before: Window, late: bool, long: bool) -> None:
+        """A trial runs. Is it over, and does the number of threads before it come back?"""
+        faster = self._window.compared(before)
+        if self.threads > threads and late and faster < 1:
+            self._fail()
+            self._change(threads, "late again", trial=False)
+        elif long and self.threads < threads and self._window.lateness <= 0 and faster < 0:
+            self._borne = min(2 * self._borne, MOST_LATENESS)
+            self._change(threads, "slower", trial=False)
+        elif long:
+            self._before = None
+
+    def _wait(self, step: Window, room: float | None) -> None:
+        """There are fewer threads than there may be: is it time to try more?"""
+        free = None if room is None else room >= self.threads + HALF_A_CORE
+        self._since = self._since + step.seconds if free == self._free else 0.0
+        self._free = free
+        if free is None and self._lateness:  # threads that are late themselves need no others
+            self._since = 0.0
+        if self._since >= self._waits[free]:
+            self._tried = {free}
+            more = int(room - HALF_A_CORE) + 1 if free and room is not None else self.threads + 1
+            self._change(min(more, self.most), "free cores" if free else "a try", trial=True)
+
+    def _fail(self) -> None:
+        """Threads are late: what led to so many is believed less."""
+        for free in self._tried:
+            self._waits[free] = min(2 * self._waits[free], WAITS[free][1])
+
+    def _forgive(self, seconds: float) -> None:
+        for free, (shortest, _) in WAITS.items():
+            self._waits[free] = max(shortest, self._waits[free] - seconds)
+        self._borne = max(LATENESS, self._borne - seconds / 4)

@@ -129,7 +129,7 @@ class PipelineFlags:
             ),
             (
                 device.attention_backend == "triton" and not getattr(device, "enforce_eager", True),
-                "needs enforce_eager: a CUDA graph replays the kernels of one GPU, and between them stages wait for each other",
+                "needs enforce_eager: a stage receives and sends within the forward pass that a CUDA graph would record",
             ),
         ):
             if refused:
@@ -274,8 +274,8 @@ FEATURE = Feature(
         Part("serve", ".manifest:check_serve", key="check"),
     ),
     conflicts={
-        ("pipeline_parallel_size", "async_scheduling"): "the steps of several stages overlap already",
-        ("pipeline_parallel_size", "speculative_config"): "only the last stage would know which drafts were accepted",
+        ("pipeline_parallel_size", "async_scheduling"): "the steps of several stages overlap already, so each is decided while others run",
+        ("pipeline_parallel_size", "speculative_config"): "each stage counts its computed tokens itself, and only the last stage would know which drafts were accepted",
         ("pipeline_parallel_size", "batch_invariant"): "each stage would choose its own number of rows",
     },
     variables=("VLLM_PP_LAYER_PARTITION",),
