@@ -1,4 +1,4 @@
-// Part 2 of 7: how the page is drawn. Everything that comes from a recording enters it as text, never as HTML. What has thousands of parts is drawn on a canvas, where a part costs no element: the block map, and the requests over time.
+// Part 2 of 8: how the page is drawn. Everything that comes from a recording enters it as text, never as HTML. What has thousands of parts is drawn on a canvas, where a part costs no element: the block map, and the requests over time.
 
 const MAX_CELLS = 16384; // blocks that are drawn one by one
 const DENSE = 256; // blocks from which on they are small, and without names

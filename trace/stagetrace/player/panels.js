@@ -1,4 +1,4 @@
-// Part 4 of 7: from a state to a picture. A Panels object owns one <section class="run"> and draws any moment of its recording.
+// Part 4 of 8: from a state to a picture. A Panels object owns one <section class="run"> and draws any moment of its recording.
 
 const MAX_MESSAGES = 4; // pills on a wire; more are counted
 const PIECES = ["computed", "chunk", "drafts", "missing"]; // of a running request's tokens
@@ -16,6 +16,7 @@ class Panels {
     this.texts = new Items(this.find(".texts"));
     this.engines = this.#enginePanels();
     this.timeline = new RequestTimeline(recording, this.find(".timeline"), recording.firstScheduled, seek);
+    this.chances = new ChancePanel(recording, this.find(".chances"), seek);
     this.events = new EventList(recording, this.find(".list"), this.find(".event"), seek);
   }
 
@@ -94,6 +95,7 @@ class Panels {
     this.#drawLanes(state, event);
     for (const panel of this.engines) panel.draw(state, event);
     this.#drawTexts(state);
+    this.chances.draw(state, event, this.only);
     this.events.draw(at);
   }
 

@@ -1,4 +1,4 @@
-// Part 3 of 7: the requests over time, with an axis that can be zoomed.
+// Part 3 of 8: the requests over time, with an axis that can be zoomed.
 
 const ROW = 15, AXIS = 18, NAMES = 64; // pixels: a request's row, the axis above them, the names before them
 const SHORTEST = 20; // microseconds that the whole width shows at least
