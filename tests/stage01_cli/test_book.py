@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import os
 import subprocess
 import threading
@@ -23,6 +24,7 @@ from hypothesis import given, strategies as st
 
 from stage01_cli.main import main
 from stage01_cli.tools.book import build
+from stage01_cli.tools.book.asides import aside_of, asides
 from stage01_cli.tools.book.build import write_tree
 from stage01_cli.tools.book.chapters import ROOT, parts, walk_modules
 from stage01_cli.tools.book.links import LINK, rewrite
@@ -109,6 +111,29 @@ def test_each_question_has_one_right_answer_and_says_why_of_all() -> None:
         assert all(choice.text and choice.why.endswith(".") for choice in question.choices), question.ask
     assert set(counts.values()) == {3}
     assert {path.with_suffix("").as_posix() for path in notebooks()} <= set(counts), "a notebook without questions"
+
+
+def test_each_notebook_has_a_line_for_everyone_and_one_that_its_code_bears_out(tree: Path) -> None:
+    """The name that the deeper line speaks of is there, and what is to be moved is in the book."""
+    assert set(asides()) == {path.with_suffix("").as_posix() for path in notebooks()}
+    runs = {path.name for path in build.recordings()}
+    for chapter, aside in asides().items():
+        assert all(text.endswith(".") and "\n" not in text for text in (aside.everyone, aside.deeper)), chapter
+        file, _, name = aside.code.partition(" ")
+        names = {""}
+        for node in ast.parse((ROOT / file).read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                names |= {f"{node.name}.{each.name}" for each in node.body if isinstance(each, ast.FunctionDef)}
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", node)]
+            names |= {str(getattr(target, "name", getattr(target, "id", ""))) for target in targets}
+        assert name in names, (chapter, aside.code)
+        kind, _, place = aside.to.partition(":")
+        if kind == "page":
+            assert place == "napkin.html" or place.removeprefix("players/").removesuffix(".html") in runs, aside.to
+        else:
+            assert kind == "source" and (ROOT / place).exists(), aside.to
+        cells = json.loads((tree / f"{chapter}.ipynb").read_text(encoding="utf-8"))["cells"]
+        assert "".join(cells[1]["source"]) == aside_of(Path(f"{chapter}.ipynb")), "below the title"
 
 
 def test_what_is_missing_is_said(
