@@ -282,3 +282,58 @@ def test_a_word_is_found(address: str, browser: Any) -> None:
     page.goto(f"{address}search.html?q=preemption")
     page.wait_for_selector("#search-results li a")
     page.close()
+
+
+# Who cannot see it, or not well: axe-core, of the package axe-playwright-python, which is skipped where it is not installed
+
+AXE = """() => axe.run().then(({ violations }) => violations.filter(({ impact }) => ["serious", "critical"].includes(impact))
+  .map(({ id, nodes }) => `${id}: ${nodes.slice(0, 3).map(({ html }) => html.slice(0, 100)).join("  ")}`))"""
+
+
+def axe_source() -> str:
+    package = pytest.importorskip("axe_playwright_python", reason="needs axe-playwright-python")
+    return (Path(package.__file__).parent / "axe.min.js").read_text(encoding="utf-8")
+
+
+def barriers(browser: Any, addresses: list[str], scheme: str) -> list[str]:
+    """What axe finds serious or critical on these pages."""
+    source, found = axe_source(), []
+    page = browser.new_page(color_scheme=scheme, viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
+    page.set_default_timeout(1000 * 60)
+    for address in addresses:
+        page.goto(address)
+        page.wait_for_function("typeof player === 'undefined' || player !== null")
+        page.evaluate(source)
+        found += [f"{address}: {line}" for line in page.evaluate(AXE)]
+    page.close()
+    return found
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nothing_bars_the_way_on_a_page_that_needs_no_sphinx(browser: Any, tmp_path: Path, scheme: str) -> None:
+    from stage01_cli.tools.napkin.page import build_page
+    from stagetrace.player import page
+
+    pages = {"napkin": build_page(), "player": page(ROOT / "trace" / "recorded" / "chances", start="step=6")}
+    for name, text in pages.items():
+        (tmp_path / f"{name}.html").write_text(text, encoding="utf-8")
+    addresses = [(ROOT / build.WALK).as_uri(), *((tmp_path / f"{name}.html").as_uri() for name in pages)]
+    assert barriers(browser, addresses, scheme) == []
+
+
+def test_a_barrier_is_found(browser: Any, tmp_path: Path) -> None:
+    (tmp_path / "bad.html").write_text(
+        "<html lang=en><title>x</title><main><h1>x</h1><p style='color: #ccc'>pale</p><button></button>"
+    )
+    [button, pale] = barriers(browser, [(tmp_path / "bad.html").as_uri()], "light")
+    assert "button-name" in button and "color-contrast" in pale
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nothing_bars_the_way_on_any_page(book: Path, address: str, browser: Any, scheme: str) -> None:
+    names = [path.relative_to(book).as_posix() for path in sorted(book.rglob("*.html"))]
+    listings = [name for name in names if name.startswith("source/") and not name.endswith("walk.html")]
+    own = [name for name in names if name not in listings]
+    found = barriers(browser, [address + name for name in [*own, *listings[:3]]], scheme)  # listings are all alike
+    assert not found, found[:20]
