@@ -84,6 +84,10 @@ print(f"{TEXT}{by_hand!r}")
 lab.claim("twelve questions by hand give what the engine gives for one request", by_hand == whole)
 
 # %% [markdown]
+# The player shows the same of a recorded answer, token by token (`stages trace play trace/recorded/chances`):
+#
+# ![A token's chances: the five likeliest candidates with their probabilities as bars, the chosen one marked](pictures/chances.png)
+#
 # Always taking the likeliest is dull. *Sampling* throws dice that are loaded with the probabilities; the *temperature* says how much the likely ones are preferred.
 
 # %%

@@ -52,9 +52,13 @@ class Server:
         body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
         self._client.post("/v1/completions", json=body, headers={"X-Request-Id": name})
 
-    def stream(self, name: str, prompt: str, max_tokens: int, meanwhile: Callable[[], bool] | None = None) -> None:
-        """One streamed greedy completion. `meanwhile` is called after the first line; if it returns True the client leaves."""
+    def stream(
+        self, name: str, prompt: str, max_tokens: int, meanwhile: Callable[[], bool] | None = None, **fields: float
+    ) -> None:
+        """One streamed completion, greedy unless `fields` say otherwise. `meanwhile` is called after the first line; if it returns True
+        the client leaves."""
         body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+        body |= fields
         headers = {"X-Request-Id": name}
         with self._client.stream("POST", "/v1/completions", json=body, headers=headers) as response:
             for number, _ in enumerate(response.iter_lines()):
@@ -186,6 +190,21 @@ def one_request() -> None:
     """One streamed request, the whole walk."""
     with serving("one_request") as server:
         server.stream("r0", "ROMEO:", 8)
+
+
+def chances() -> None:
+    """Two answers to one prompt, greedy and drawn at random, whose clients ask for logprobs: what each token could have been."""
+    with serving("chances", gather=2) as server:
+        drawn = {"temperature": 1.0, "seed": 7}
+        clients = [
+            threading.Thread(target=server.stream, args=(name, "To be, or", 14), kwargs={"logprobs": 5, **fields})
+            for name, fields in (("greedy", {}), ("drawn", drawn))
+        ]
+        for client, name in zip(clients, ("greedy", "drawn"), strict=True):
+            client.start()
+            server.wait_for_arrival(name)
+        for client in clients:
+            client.join()
 
 
 def mixed() -> None:
@@ -355,6 +374,7 @@ RUNS: dict[str, Callable[[], None]] = {
     run.__name__: run
     for run in (
         one_request,
+        chances,
         mixed,
         preemption,
         prefix_hits,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import os
 import subprocess
 import threading
@@ -23,6 +24,7 @@ from hypothesis import given, strategies as st
 
 from stage01_cli.main import main
 from stage01_cli.tools.book import build
+from stage01_cli.tools.book.asides import aside_of, asides
 from stage01_cli.tools.book.build import write_tree
 from stage01_cli.tools.book.chapters import ROOT, parts, walk_modules
 from stage01_cli.tools.book.links import LINK, rewrite
@@ -109,6 +111,29 @@ def test_each_question_has_one_right_answer_and_says_why_of_all() -> None:
         assert all(choice.text and choice.why.endswith(".") for choice in question.choices), question.ask
     assert set(counts.values()) == {3}
     assert {path.with_suffix("").as_posix() for path in notebooks()} <= set(counts), "a notebook without questions"
+
+
+def test_each_notebook_has_a_line_for_everyone_and_one_that_its_code_bears_out(tree: Path) -> None:
+    """The name that the deeper line speaks of is there, and what is to be moved is in the book."""
+    assert set(asides()) == {path.with_suffix("").as_posix() for path in notebooks()}
+    runs = {path.name for path in build.recordings()}
+    for chapter, aside in asides().items():
+        assert all(text.endswith(".") and "\n" not in text for text in (aside.everyone, aside.deeper)), chapter
+        file, _, name = aside.code.partition(" ")
+        names = {""}
+        for node in ast.parse((ROOT / file).read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                names |= {f"{node.name}.{each.name}" for each in node.body if isinstance(each, ast.FunctionDef)}
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", node)]
+            names |= {str(getattr(target, "name", getattr(target, "id", ""))) for target in targets}
+        assert name in names, (chapter, aside.code)
+        kind, _, place = aside.to.partition(":")
+        if kind == "page":
+            assert place == "napkin.html" or place.removeprefix("players/").removesuffix(".html") in runs, aside.to
+        else:
+            assert kind == "source" and (ROOT / place).exists(), aside.to
+        cells = json.loads((tree / f"{chapter}.ipynb").read_text(encoding="utf-8"))["cells"]
+        assert "".join(cells[1]["source"]) == aside_of(Path(f"{chapter}.ipynb")), "below the title"
 
 
 def test_what_is_missing_is_said(
@@ -257,3 +282,58 @@ def test_a_word_is_found(address: str, browser: Any) -> None:
     page.goto(f"{address}search.html?q=preemption")
     page.wait_for_selector("#search-results li a")
     page.close()
+
+
+# Who cannot see it, or not well: axe-core, of the package axe-playwright-python, which is skipped where it is not installed
+
+AXE = """() => axe.run().then(({ violations }) => violations.filter(({ impact }) => ["serious", "critical"].includes(impact))
+  .map(({ id, nodes }) => `${id}: ${nodes.slice(0, 3).map(({ html }) => html.slice(0, 100)).join("  ")}`))"""
+
+
+def axe_source() -> str:
+    package = pytest.importorskip("axe_playwright_python", reason="needs axe-playwright-python")
+    return (Path(package.__file__).parent / "axe.min.js").read_text(encoding="utf-8")
+
+
+def barriers(browser: Any, addresses: list[str], scheme: str) -> list[str]:
+    """What axe finds serious or critical on these pages."""
+    source, found = axe_source(), []
+    page = browser.new_page(color_scheme=scheme, viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
+    page.set_default_timeout(1000 * 60)
+    for address in addresses:
+        page.goto(address)
+        page.wait_for_function("typeof player === 'undefined' || player !== null")
+        page.evaluate(source)
+        found += [f"{address}: {line}" for line in page.evaluate(AXE)]
+    page.close()
+    return found
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nothing_bars_the_way_on_a_page_that_needs_no_sphinx(browser: Any, tmp_path: Path, scheme: str) -> None:
+    from stage01_cli.tools.napkin.page import build_page
+    from stagetrace.player import page
+
+    pages = {"napkin": build_page(), "player": page(ROOT / "trace" / "recorded" / "chances", start="step=6")}
+    for name, text in pages.items():
+        (tmp_path / f"{name}.html").write_text(text, encoding="utf-8")
+    addresses = [(ROOT / build.WALK).as_uri(), *((tmp_path / f"{name}.html").as_uri() for name in pages)]
+    assert barriers(browser, addresses, scheme) == []
+
+
+def test_a_barrier_is_found(browser: Any, tmp_path: Path) -> None:
+    (tmp_path / "bad.html").write_text(
+        "<html lang=en><title>x</title><main><h1>x</h1><p style='color: #ccc'>pale</p><button></button>"
+    )
+    [button, pale] = barriers(browser, [(tmp_path / "bad.html").as_uri()], "light")
+    assert "button-name" in button and "color-contrast" in pale
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nothing_bars_the_way_on_any_page(book: Path, address: str, browser: Any, scheme: str) -> None:
+    names = [path.relative_to(book).as_posix() for path in sorted(book.rglob("*.html"))]
+    listings = [name for name in names if name.startswith("source/") and not name.endswith("walk.html")]
+    own = [name for name in names if name not in listings]
+    found = barriers(browser, [address + name for name in [*own, *listings[:3]]], scheme)  # listings are all alike
+    assert not found, found[:20]

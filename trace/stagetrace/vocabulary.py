@@ -336,6 +336,9 @@ _ROWS = [
     _optional("http.response", 9, SERVER, {"status": "int"}, "A whole (not streamed) answer left for the client; its cause is the http.request.", "entrypoints/openai/completion/api_router.py create_completion"),
     _optional("answer.parsed", 9, SERVER, {"index": "int", "reasoning_characters": "int", "tool_calls": "int"},
         "An answer was taken apart: how long its reasoning is, and how many tools it calls.", "entrypoints/openai/chat_completion/serving.py chat_completion_stream_generator"),
+    _optional("answer.logprobs", 9, SERVER, {"first": "int", "num_tokens": "int", "chances": "list[list[list[Any]]]"},
+        "The next tokens of an answer whose client asked for logprobs, counted from 0: each with its probability, then up to five likely ones in its place; "
+        "texts and probabilities only with --trace-prompts.", "entrypoints/openai/completion/serving.py _create_completion_logprobs"),
     _optional("beam.finished", 9, ENGINE, {"reason": "str", "sequences": "int", "num_output_tokens": "int"},
         "A beam search is over, with this many finished sequences; reason and tokens are those of the best one, abort if it was broken off.", "entrypoints/generate/beam_search/offline.py beam_search"),
     Row("request.finished", 9, ENGINE, {"reason": "str", "num_output_tokens": "int"}, "The request is complete for its client.", "v1/engine/output_processor.py"),

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from stage01_cli.tools.book.asides import aside_of
 from stage01_cli.tools.book.chapters import PARTS, ROOT, parts, walk_modules
 from stage01_cli.tools.book.links import COPIED, page_of, pictures, relative, rewrite, targets
 from stage01_cli.tools.book.quiz import quiz_of
@@ -107,9 +108,11 @@ def _text(text: str, chapter: Path, chapters: set[Path]) -> str:
 
 
 def _notebook(text: str, chapter: Path, chapters: set[Path]) -> str:
-    """A built notebook with its links rewritten, its questions at the end, and without the cell that looks for the project. Outputs that
+    """A built notebook with its links rewritten, a line for everyone at its head, its questions at the end, and without the cell that looks for the project. Outputs that
     JupyterLab hides are folded."""
     notebook: dict[str, Any] = json.loads(text)
+    if aside := aside_of(chapter):
+        notebook["cells"].insert(1, {"cell_type": "markdown", "id": "aside", "metadata": {}, "source": aside})
     if quiz := quiz_of(chapter):
         notebook["cells"].append({"cell_type": "markdown", "id": "quiz", "metadata": {}, "source": quiz})
     for cell in notebook["cells"]:

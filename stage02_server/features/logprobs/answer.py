@@ -10,6 +10,7 @@ from collections import defaultdict
 from functools import lru_cache
 from typing import Any
 
+from stage02_server.features.logprobs.chances import Chances
 from stage02_server.features.logprobs.fields import ChatLogProb, ChatLogProbs, CompletionLogProbs, TokenLogProb
 from stage02_server.features.logprobs.token_texts import MAX_KNOWN, TokenTexts
 from stage02_server.protocol_types import AnswerHook
@@ -125,10 +126,12 @@ class CompletionLogprobsHook(AnswerHook):
     def __init__(self, requests: EngineRequests, tokenizer: Tokenizer, as_ids: bool) -> None:
         self._requests, self._tokenizer, self._as_ids = requests, tokenizer, as_ids
         self._writers: dict[int, LogprobsWriter] = {}
+        self._chances = Chances(requests, tokenizer)
 
     def choice(self, index: int, choice: Any, output: CompletionOutput, first: bool) -> None:
         """What `output` adds."""
         if output.logprobs is not None:
+            self._chances.tell(index, output.logprobs)
             if index not in self._writers:
                 self._writers[index] = LogprobsWriter(self._tokenizer, self._requests, index, self._as_ids)
             choice.logprobs = self._writers[index].write(output.logprobs, output.text)
@@ -140,8 +143,10 @@ class ChatLogprobsHook(AnswerHook):
     def __init__(self, requests: EngineRequests, tokenizer: Tokenizer, as_ids: bool) -> None:
         named = requests.engine_requests[0].sampling_params.logprob_token_ids is not None
         self._writers: dict[int, ChatLogprobsWriter] = defaultdict(lambda: ChatLogprobsWriter(tokenizer, as_ids, named))
+        self._chances = Chances(requests, tokenizer)
 
     def choice(self, index: int, choice: Any, output: CompletionOutput, first: bool) -> None:
         """What `output` adds."""
         if output.logprobs is not None:
+            self._chances.tell(index, output.logprobs)
             choice.logprobs = ChatLogProbs(content=self._writers[index].write(output.logprobs))

@@ -34,4 +34,5 @@ FEATURE = Feature(
         Part("response", ".fields:CompletionChoiceField", key="CompletionChoice"),
         Part("response", ".fields:ChatChoiceField", key="ChatChoice"),
     ),
+    events=("answer.logprobs",),
 )

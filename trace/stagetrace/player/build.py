@@ -18,7 +18,7 @@ from stagetrace.figures.style import css_colours
 from stagetrace.player.data import page_data
 from stagetrace.read.reader import Recording, Run
 
-SCRIPTS = ("replay.js", "canvas.js", "timeline.js", "panels.js", "details.js", "tour.js", "controls.js")
+SCRIPTS = ("replay.js", "canvas.js", "timeline.js", "panels.js", "details.js", "chances.js", "tour.js", "controls.js")
 
 
 def page(

@@ -1,7 +1,8 @@
-// Part 2 of 7: how the page is drawn. Everything that comes from a recording enters it as text, never as HTML. What has thousands of parts is drawn on a canvas, where a part costs no element: the block map, and the requests over time.
+// Part 2 of 8: how the page is drawn. Everything that comes from a recording enters it as text, never as HTML. What has thousands of parts is drawn on a canvas, where a part costs no element: the block map, and the requests over time.
 
 const MAX_CELLS = 16384; // blocks that are drawn one by one
 const DENSE = 256; // blocks from which on they are small, and without names
+const LONG = 40; // elements of a list, from which on those that nobody sees are drawn later
 const FONT_SIZE = 12; // pixels
 const STATUS_WORDS = {
   unknown: "not seen yet", api: "in the API server", waiting: "waiting", prefill: "prefill", decode: "decode", preempted: "preempted",
@@ -62,6 +63,33 @@ class Items {
       return [key, one?.look === look ? one : { look, element: create() }];
     }));
     arrange(this.parent, [...this.known.values()].map(({ element }) => element));
+  }
+}
+
+/** The elements of a list that scrolls: of a long one only those that are seen are drawn at once, the others when the reader stays somewhere. */
+class Seen {
+  /** `draw(element)` makes it say what is true now, and costs nothing if it does already. */
+  constructor(list, draw) {
+    Object.assign(this, { draw, seen: new Set(), watched: new WeakSet(), settling: 0 });
+    this.observer = new IntersectionObserver((changes) => {
+      for (const { target, isIntersecting } of changes) {
+        this.seen[isIntersecting ? "add" : "delete"](target);
+        if (isIntersecting && target.isConnected) draw(target);
+      }
+    }, { root: list, rootMargin: "60px" });
+  }
+
+  drawAll(elements) {
+    clearTimeout(this.settling);
+    const long = elements.length > LONG;
+    for (const element of elements) {
+      const known = this.watched.has(element);
+      if (!long || !known || this.seen.has(element)) this.draw(element);
+      if (known) continue;
+      this.watched.add(element);
+      this.observer.observe(element);
+    }
+    if (long) this.settling = setTimeout(() => elements.forEach(this.draw), SETTLED);
   }
 }
 

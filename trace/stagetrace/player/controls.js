@@ -1,4 +1,4 @@
-// Part 7 of 7: time, keys and mouse. A position is a place on the common time line of all runs of the page; with one run it is the
+// Part 8 of 8: time, keys and mouse. A position is a place on the common time line of all runs of the page; with one run it is the
 // place of an event, with two their steps are laid side by side.
 
 const SPEEDS = [

@@ -1,4 +1,4 @@
-// Part 5 of 7: the lower half of a run's picture: the events around the current one, and what is known about it.
+// Part 5 of 8: the lower half of a run's picture: the events around the current one, and what is known about it.
 
 const WALK = "notebooks/pictures/walk.html";
 const EVENTS_BEFORE = 7, EVENTS_AFTER = 12; // rows of the event list around the current one

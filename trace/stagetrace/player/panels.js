@@ -1,4 +1,4 @@
-// Part 4 of 7: from a state to a picture. A Panels object owns one <section class="run"> and draws any moment of its recording.
+// Part 4 of 8: from a state to a picture. A Panels object owns one <section class="run"> and draws any moment of its recording.
 
 const MAX_MESSAGES = 4; // pills on a wire; more are counted
 const PIECES = ["computed", "chunk", "drafts", "missing"]; // of a running request's tokens
@@ -14,8 +14,10 @@ class Panels {
     this.lanes = []; // process -> {lane, last, inside}
     this.#setUp();
     this.texts = new Items(this.find(".texts"));
+    this.seenTexts = new Seen(this.find(".output"), (text) => this.#drawText(text));
     this.engines = this.#enginePanels();
     this.timeline = new RequestTimeline(recording, this.find(".timeline"), recording.firstScheduled, seek);
+    this.chances = new ChancePanel(recording, this.find(".chances"), seek);
     this.events = new EventList(recording, this.find(".list"), this.find(".event"), seek);
   }
 
@@ -94,6 +96,7 @@ class Panels {
     this.#drawLanes(state, event);
     for (const panel of this.engines) panel.draw(state, event);
     this.#drawTexts(state);
+    this.chances.draw(state, event, this.only);
     this.events.draw(at);
   }
 
@@ -217,13 +220,25 @@ class Panels {
     const has = ({ askedFor, text, tokenIds }) => askedFor || text || tokenIds.length;
     const requests = state.requests.map((r, req) => [r, req]).filter(([r, req]) => has(r) && !this.isDim(req));
     this.find(".output").hidden = requests.length === 0;
-    this.texts.draw(requests.map(([r, req]) => [req, `${r.askedFor.length} ${r.text.length} ${r.tokenIds.length}`, () => this.#text(r, req)]));
+    this.texts.draw(requests.map(([, req]) => [req, "", () => this.#text(req)]));
+    this.shownRequests = state.requests;
+    this.seenTexts.drawAll(requests.map(([, req]) => this.texts.known.get(req).element.lastChild));
   }
 
-  #text({ askedFor, text, tokenIds }, req) {
-    const answer = text || (tokenIds.length ? `token ids ${tokenIds.join(" ")}` : "");
-    const both = [make("span", { class: "prompt" }, askedFor), make("span", { class: "answer" }, answer)];
-    return make("div", {}, make("dt", {}, this.label(req)), make("dd", {}, ...both));
+  #text(req) {
+    const [prompt, answer] = ["prompt", "answer"].map((name) => make("span", { class: name }));
+    const both = make("dd", {}, prompt, answer);
+    Object.assign(both, { req, prompt, answer, look: "" });
+    return make("div", {}, make("dt", {}, this.label(req)), both);
+  }
+
+  #drawText(both) {
+    const { askedFor, text, tokenIds } = this.shownRequests[both.req];
+    const look = `${askedFor.length} ${text.length} ${tokenIds.length}`;
+    if (both.look === look) return;
+    both.look = look;
+    setText(both.prompt, askedFor);
+    setText(both.answer, text || (tokenIds.length ? `token ids ${tokenIds.join(" ")}` : ""));
   }
 }
 
@@ -236,6 +251,7 @@ class EnginePanel {
     this.waiting = new Items(this.find(".waiting .chips"));
     this.ended = new Items(this.find(".done"));
     this.rows = new Items(this.find(".rows"));
+    this.seenRows = new Seen(this.find(".rows"), (row) => this.#drawRow(row));
     this.given = new Items(this.find(".budget"));
   }
 
@@ -311,7 +327,8 @@ class EnginePanel {
     const rows = this.find(".rows");
     rows.classList.toggle("many", engine.running.length > 8); // one line each
     this.#fill(this.rows, engine.running.map((req) => [req, "", () => this.#runningRow(req)]));
-    for (const req of engine.running) this.#drawRow(this.rows.known.get(req).element, req, state.requests[req], longest);
+    this.shown = { requests: state.requests, longest };
+    this.seenRows.drawAll(engine.running.map((req) => this.rows.known.get(req).element));
   }
 
   #drawBudget(state, engine) {
@@ -336,6 +353,7 @@ class EnginePanel {
     const tokens = make("div", { class: "tokens", role: "img" }, ...pieces);
     const [what, words, holds] = ["what", "words", "holds"].map((name) => make("span", { class: name }));
     const row = this.panels.chip(req, what, tokens, words, holds);
+    row.req = req;
     row.parts = { pieces, what, tokens, words, holds };
     return row;
   }
@@ -349,7 +367,8 @@ class EnginePanel {
   }
 
   /** A step changes every row a little: they are changed where they stand. */
-  #drawRow(row, req, r, longest) {
+  #drawRow(row) {
+    const { longest } = this.shown, { req } = row, r = this.shown.requests[req];
     const counts = { computed: r.computed, chunk: r.chunk, drafts: r.drafts, missing: Math.max(0, r.total - r.computed - r.chunk), total: r.total, output: r.output };
     const look = `${r.status} ${Object.values(counts)} ${r.blocks.length} ${r.blocks.at(-1)} ${r.cachedTokens} ${r.preemptions} ${longest}`;
     if (row.look === look) return;

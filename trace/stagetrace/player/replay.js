@@ -1,5 +1,5 @@
 "use strict";
-// Part 1 of 7: from events to a state. No picture here: a Recording knows its events, and what the system looked like after each.
+// Part 1 of 8: from events to a state. No picture here: a Recording knows its events, and what the system looked like after each.
 // What an event means is written beside each handler below; the words are those of stagetrace.vocabulary.
 
 const PHASES = ["CLI entry", "serve", "API server", "AsyncLLM", "EngineCore", "request", "into the engine", "execution", "response"];
@@ -278,6 +278,8 @@ class Recording {
     this.effects = new Map(); // place of an event -> places of those that it caused
     this.steps = []; // {step, process, start, decided, end}: places of events; decided = where the decision of the step is complete
     this.spans = this.requests.map(() => []); // request -> [{start, status}], for the timeline
+    this.chances = new Map(); // request -> of each token of its answer [[text, probability] of the chosen one, of the likely ones ...]
+    this.tokensAt = this.requests.map(() => []); // request -> of each token of its answer the place of the event with which it came
     this.received = new Set(); // places of messages whose receipt was recorded
     this.numBlocks = []; // of each engine: ids below this one are named in the recording
     for (const event of this.events) {
@@ -325,9 +327,24 @@ class Recording {
     if (step && name === "sched.output") step.decided = at;
     if (step && name === "engine.step") step.end = at;
     if (event.req < 0) return;
+    if (name === "sched.token") this.#noteTokens(event);
+    if (name === "answer.logprobs") this.#noteChances(event);
     const spans = this.spans[event.req];
     const status = state.requests[event.req].status;
     if (spans.at(-1)?.status !== status) spans.push({ start: event.at, status });
+  }
+
+  /** A token that is computed again, because its engine died, came with the first. */
+  #noteTokens({ at, req, args }) {
+    const places = this.tokensAt[req];
+    while (places.length < args.num_output_tokens) places.push(at);
+  }
+
+  /** They are told with the text of an answer, or with its end: later than the step that chose the tokens. */
+  #noteChances({ req, args }) {
+    const known = this.chances.get(req) ?? [];
+    args.chances.forEach((one, k) => { known[args.first + k] = one; });
+    this.chances.set(req, known);
   }
 
   /** The state after the event at this place. It is this recording's own: read it, and ask again later. */

@@ -1,4 +1,4 @@
-// Part 3 of 7: the requests over time, with an axis that can be zoomed.
+// Part 3 of 8: the requests over time, with an axis that can be zoomed.
 
 const ROW = 15, AXIS = 18, NAMES = 64; // pixels: a request's row, the axis above them, the names before them
 const SHORTEST = 20; // microseconds that the whole width shows at least
@@ -30,7 +30,11 @@ class RequestTimeline {
     element.append(spacer);
     const labels = this.rows.map(({ req }) => this.recording.label(req));
     element.setAttribute("aria-label", `${counted(this.rows.length, "request")} over ${timeText(this.end)}: ${labels.slice(0, 20).join(", ")}`);
-    element.addEventListener("scroll", () => { this.scrolled = element.scrollTop; this.#paint(); }, { passive: true });
+    element.addEventListener("scroll", () => {
+      if (element.scrollTop === this.scrolled) return; // `draw` scrolled it, and has painted
+      this.scrolled = element.scrollTop;
+      this.#paint();
+    }, { passive: true });
     element.addEventListener("wheel", (wheel) => this.#wheel(wheel), { passive: false });
     element.addEventListener("click", (click) => this.seek(this.#placeAt(this.#timeOf(click))));
     element.addEventListener("pointermove", (move) => { element.title = this.#wordsAt(move); });

@@ -1,4 +1,4 @@
-// Part 6 of 7: nine stops, one per phase, each at an event of this recording.
+// Part 7 of 8: nine stops, one per phase, each at an event of this recording.
 
 const STOPS = [
   "The command line is read: which subcommand, which flags. Nothing heavy is loaded yet.",
