@@ -28,8 +28,8 @@ async function listen() {
       say("the stream ended; trying again");
     } catch (error) {
       if (mine.signal.aborted) break;
-      if (error instanceof NotOffered) {
-        byId("watch").checked = false; // asking again does not help; ticking the box does it
+      if (error instanceof NotOffered || error instanceof KeyNeeded) {
+        if (error instanceof NotOffered) byId("watch").checked = false; // asking again does not help; ticking the box does it
         listening = null;
         say(error.message);
         return;
@@ -72,6 +72,13 @@ function followOrNot() {
   }
 }
 
+/** Another key may see what this one did not. */
+function listenAnew() {
+  listening?.abort();
+  listening = null;
+  followOrNot();
+}
+
 function drawSoon() {
   for (const view of views) view.drawSoon();
 }
@@ -80,10 +87,5 @@ byId("watch").addEventListener("change", followOrNot);
 document.addEventListener("visibilitychange", followOrNot);
 window.addEventListener("resize", drawSoon);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawSoon);
-byId("api-key").addEventListener("change", () => {
-  listening?.abort();
-  listening = null;
-  followOrNot();
-});
 views[0].draw();
-followOrNot();
+tryKey(); // and listen

@@ -169,18 +169,26 @@ function clear() {
   showForm();
 }
 
-/** Asks again until there is an answer: a page may be opened while the server still loads its model. */
+/** Fills the list of models; false if this server wants another key. Asks again until there is an answer: a page may be opened while the server
+ * still loads its model. */
 async function loadModels() {
-  try {
-    const response = await ask("v1/models");
-    const names = (await response.json()).data.map((model) => model.id);
-    form.elements.model.replaceChildren(...names.map((name) => make("option", {}, name)));
-    byId("problem").textContent = "";
-  } catch (error) {
-    byId("problem").textContent = error.message;
-    if (!(error instanceof KeyNeeded)) setTimeout(loadModels, ASK_AGAIN_MS);
+  const key = byId("api-key").value;
+  while (byId("api-key").value === key) {
+    try {
+      const response = await ask("v1/models");
+      const names = (await response.json()).data.map((model) => model.id);
+      form.elements.model.replaceChildren(...names.map((name) => make("option", {}, name)));
+      byId("problem").textContent = "";
+      showForm();
+      return true;
+    } catch (error) {
+      byId("problem").textContent = error.message;
+      showForm();
+      if (error instanceof KeyNeeded) return false;
+    }
+    await new Promise((wake) => setTimeout(wake, ASK_AGAIN_MS));
   }
-  showForm();
+  return false;
 }
 
 form.addEventListener("submit", (event) => {
@@ -190,12 +198,9 @@ form.addEventListener("submit", (event) => {
 form.addEventListener("input", showForm);
 byId("stop-request").addEventListener("click", stop);
 byId("clear").addEventListener("click", clear);
-byId("copy").addEventListener("click", () => navigator.clipboard.writeText(byId("curl").textContent));
-byId("api-key").addEventListener("change", loadModels);
-byId("key-form").addEventListener("submit", (event) => event.preventDefault());
+byId("copy").addEventListener("click", async () => (byId("copied").textContent = await copyText(byId("curl"))));
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") stop();
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) form.requestSubmit();
 });
 showBusy(false);
-loadModels();
