@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from stage03_engine.frontend.features.engine_watch import EngineWatch, WatchQueue
 
 router = APIRouter()
-SCRIPTS = ("stream.js", "key.js", "playground.js", "state.js", "view.js", "live.js")
+SCRIPTS = ("stream.js", "key.js", "playground.js", "state.js", "history.js", "view.js", "curves.js", "demo.js", "live.js")
 PAUSE_SECONDS = 0.05  # between two messages: no eye is faster, and a fast engine has hundreds of steps a second
 LOOK_UP_SECONDS = 0.5  # how soon an idle stream notices that the server ends
 

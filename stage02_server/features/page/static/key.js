@@ -1,4 +1,4 @@
-// The API key, tried as soon as it is there, and texts for the clipboard.
+// Part 2 of 9: the API key, tried as soon as it is there, and texts for the clipboard.
 
 const KEY = "api-key";
 let triedKey = null;

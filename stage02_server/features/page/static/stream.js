@@ -1,5 +1,5 @@
 "use strict";
-// Part 1 of 5: what both halves of the page need: elements, and server-sent events over fetch (EventSource cannot send a key).
+// Part 1 of 9: what both halves of the page need: elements, and server-sent events over fetch (EventSource cannot send a key).
 
 /** A DOM element: make("li", {class: "chip"}, "text", child, ...). Strings become text nodes, so nothing in them is ever markup. */
 function make(tag, attributes = {}, ...children) {
@@ -10,6 +10,19 @@ function make(tag, attributes = {}, ...children) {
 }
 
 const byId = (id) => document.getElementById(id);
+
+/** A function that runs `work` with the next picture, once, however often it is called before. */
+function once(work) {
+  let isDue = false;
+  return () => {
+    if (isDue) return;
+    isDue = true;
+    requestAnimationFrame(() => {
+      isDue = false;
+      work();
+    });
+  };
+}
 
 /** Headers of every request. The key is in its field, and key.js keeps one that was accepted. */
 function headers(more = {}) {
