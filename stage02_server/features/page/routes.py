@@ -25,7 +25,17 @@ if TYPE_CHECKING:
     from stage03_engine.frontend.features.engine_watch import EngineWatch, WatchQueue
 
 router = APIRouter()
-SCRIPTS = ("stream.js", "key.js", "playground.js", "state.js", "history.js", "view.js", "curves.js", "demo.js", "live.js")
+SCRIPTS = (
+    "stream.js",
+    "key.js",
+    "playground.js",
+    "state.js",
+    "history.js",
+    "view.js",
+    "curves.js",
+    "demo.js",
+    "live.js",
+)
 PAUSE_SECONDS = 0.05  # between two messages: no eye is faster, and a fast engine has hundreds of steps a second
 LOOK_UP_SECONDS = 0.5  # how soon an idle stream notices that the server ends
 
@@ -38,7 +48,9 @@ def build_page() -> tuple[str, str]:
     script = "\n".join(folder.joinpath(name).read_text(encoding="utf-8") for name in SCRIPTS)
     style = folder.joinpath("page.css").read_text(encoding="utf-8")
     text = folder.joinpath("page.html").read_text(encoding="utf-8")
-    icon = "data:image/svg+xml;base64," + base64.b64encode(_icon()).decode()  # part of the page: no second request for it
+    icon = (
+        "data:image/svg+xml;base64," + base64.b64encode(_icon()).decode()
+    )  # part of the page: no second request for it
     page = text.replace("@@STYLE@@", style).replace("@@SCRIPT@@", script).replace("@@ICON@@", icon)
     policy = (
         f"default-src 'none'; script-src '{_hash(script)}'; connect-src 'self'; style-src '{_hash(style)}'; "

@@ -157,8 +157,8 @@ class EngineState {
       if (done) {
         this.#lasts(done, ts);
         done.made += num_tokens;
-        if (request.tokenAt) done.gaps.push((ts - request.tokenAt) / 1e6 / num_tokens);
-        else if (request.arrived) done.firsts.push([id, (ts - request.arrived) / 1e6]);
+        if (request.tokenAt !== undefined) done.gaps.push((ts - request.tokenAt) / 1e6 / num_tokens);
+        else if (request.arrived !== undefined) done.firsts.push([id, (ts - request.arrived) / 1e6]);
       }
       request.tokenAt = ts;
       request.tokens = request.prompt ? request.prompt + num_output_tokens : request.tokens + num_tokens;

@@ -79,6 +79,7 @@ class EngineView {
     name.textContent = `Engine ${number}: ${doing}`;
     const death = { dead: "It is started again, as often as --data-parallel-restart allows.", loading: "It is being started again.", ready: "It has been started again.", draining: "" };
     this.at("death").textContent = this.diedAt === null ? "" : `Died after step ${this.diedAt}. ${death[doing] ?? ""}`;
+    root.querySelector(".scrolls").setAttribute("aria-label", isAlone ? "Requests" : `Requests of engine ${number}`);
     if (isAlone) for (const attribute of ["role", "aria-label"]) root.removeAttribute(attribute);
     else Object.entries({ role: "group", "aria-label": `Engine ${number}` }).forEach((pair) => root.setAttribute(...pair));
     this.drawSoon();
