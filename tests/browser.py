@@ -43,3 +43,17 @@ def browser() -> Iterator[Any]:
         running = playwright.chromium.launch(executable_path=path, args=ARGS)
         yield running
         running.close()
+
+
+@pytest.fixture
+def script(browser: Any) -> Iterator[Any]:
+    """The server's page without a server: only its script runs."""
+    from stage02_server.features.page.routes import build_page
+
+    context = browser.new_context()
+    page = context.new_page()
+    page.set_content(build_page()[0])
+    page.uncheck("#watch")  # there is nobody to listen to
+    page.evaluate("say('watching')")
+    yield page
+    context.close()

@@ -6,17 +6,16 @@ import json
 import random
 import shlex
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
+from opened_page import Opened
 from patience import PATIENCE
 from server_under_test import ServerProcess
 from toy_engine import ToyEngine
 
-from stage02_server.features.page.routes import build_page
 from stage03_engine.core.features.prefix_cache_reset.prefix_cache_reset import reset
 from stage03_engine.core.features.scheduler_watch.scheduler_watch import SchedulerWatch, cached_blocks
 from stagetrace import trace
@@ -62,40 +61,6 @@ def server() -> Iterator[ServerProcess]:
     server.wait_until_ready()
     yield server
     server.close()
-
-
-class Opened:
-    """The page in the browser, and all that went wrong on it."""
-
-    def __init__(self, browser: Any, url: str, **context: Any) -> None:
-        self.context = browser.new_context(**{"viewport": {"width": 1400, "height": 900}} | context)
-        self.context.set_default_timeout(1000 * PATIENCE)
-        self.page = self.context.new_page()
-        self.requests: list[Any] = []
-        self.errors: list[str] = []
-        self.page.on("request", lambda request: self.requests.append(request))
-        self.page.on("console", lambda message: self.errors.append(message.text))
-        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
-        self.page.goto(url)
-        self.page.wait_for_selector("option", state="attached")
-
-    def until(self, expression: str) -> None:
-        """Wait until this is true on the page (which forbids to evaluate strings itself)."""
-        deadline = time.monotonic() + PATIENCE
-        while not self.page.evaluate(expression):
-            assert time.monotonic() < deadline, f"never: {expression}"
-            self.page.wait_for_timeout(20)
-
-    def send(self, prompt: str, **fields: str) -> None:
-        self.page.fill("[name=prompt]", prompt)
-        for name, value in fields.items():
-            self.page.fill(f"[name={name}]", value)
-        self.page.press("[name=prompt]", "Control+Enter")
-
-    def answer(self) -> str:
-        """The text of the last answer, when it is complete."""
-        self.until("document.getElementById('summary').textContent.includes('ended:')")
-        return str(self.page.locator(".words").last.text_content())
 
 
 @pytest.fixture
@@ -319,18 +284,6 @@ def life(seed: int, names: str = "r") -> tuple[list[list[str]], list[dict[str, A
     return batches, truth
 
 
-@pytest.fixture
-def script(browser: Any) -> Iterator[Any]:
-    """The page without a server: only its script runs."""
-    context = browser.new_context()
-    page = context.new_page()
-    page.set_content(build_page()[0])
-    page.uncheck("#watch")  # there is nobody to listen to
-    page.evaluate("say('watching')")
-    yield page
-    context.close()
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_its_state_is_the_schedulers(script: Any, seed: int) -> None:
     """Through arrivals, preemption, swapping, drafts, aborts and resets: after each step what the page made of the events is
@@ -415,3 +368,57 @@ def test_drafts_by_place_or_nothing_at_all(script: Any) -> None:
     assert script.is_visible("#drafts") and script.text_content("#drafts-text") == "50 % · 33 %"
     script.evaluate("views[0].state.clear(); views[0].draw()")
     assert not script.is_visible("#drafts"), "another engine begins from nothing"
+
+
+def test_a_dead_engine_says_at_which_step_and_that_it_starts_again(script: Any) -> None:
+    script.evaluate(READ_VIEWS, [[engines(e0="ready", e1="ready")], *of_engine(life(2)[0], 1)])
+    assert script.text_content("#death-1") == ""
+    step = script.evaluate("views[1].state.step")
+    said = []
+    for state in ("dead", "loading", "ready"):
+        script.evaluate(READ_VIEWS, [[engines(e0="ready", e1=state)]])
+        said.append(script.text_content("#death-1"))
+    assert step and all(f"Died after step {step}. " in text for text in said)
+    assert "--data-parallel-restart" in said[0] and "being started" in said[1] and "has been started again" in said[2]
+    assert script.text_content("#death") == "" and script.is_visible("#death-1")
+
+
+GO_BACK = f"""batches => {{
+  const all = batches.flat().map(line => JSON.parse(line));
+  const own = JSON.stringify(({STATE_OF})(views[0].state));
+  const read = state => JSON.stringify([({STATE_OF})(state), state.steps.map(s => [s.step, s.ms, s.made, [...s.given], s.waiting, s.gaps])]);
+  let count = 0;
+  const wrong = [];
+  const oracle = new EngineState(live.labels);
+  for (const event of all) {{
+    oracle.apply(event);
+    if (event.name === "sched.output" && read(oracle) !== read(views[0].history.at(count++))) wrong.push(count);
+  }}
+  return {{ count, wrong, after: views[0].history.at(count), same: own === JSON.stringify(({STATE_OF})(views[0].state)) }};
+}}"""
+
+
+def test_going_back_shows_each_step_as_it_was(script: Any) -> None:
+    """As the whole story up to it, told to somebody new, and the present stays what it is. More steps than are kept in one piece."""
+    batches = life(2)[0] + life(4, "later-")[0]
+    script.evaluate(READ_VIEWS, batches)
+    back = script.evaluate(GO_BACK, batches)
+    assert back["count"] > 64 and back["wrong"] == [] and back["after"] is None and back["same"]
+    assert script.evaluate("views[0].history.parts.length") > 1
+
+
+def test_a_pause_holds_the_picture_and_not_the_engine(script: Any) -> None:
+    first, later = life(2)[0], life(4, "later-")[0]
+    script.evaluate(READ_VIEWS, first)
+    script.evaluate("timeline.tell()")
+    script.click("#pause")
+    shown = script.evaluate("views[0].shown.step")
+    script.evaluate(READ_VIEWS, later)
+    assert script.get_attribute("#pictures", "data-step") == str(shown)
+    assert not any(row.startswith("later-") for row in script.evaluate(SEEN)[0]["rows"])
+    assert script.evaluate("live.requests.size > 0 && [...live.requests.keys()].every(id => id.startsWith('later-'))")
+    script.click("#step-back")
+    assert script.evaluate("views[0].shown.step") < shown
+    assert f"step {script.evaluate('views[0].shown.step')}," in script.text_content("#moment")
+    script.click("#pause")
+    assert script.evaluate("views[0].shown === live") and script.text_content("#moment") == "live"

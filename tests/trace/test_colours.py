@@ -37,7 +37,7 @@ def test_the_pages_are_looked_at() -> None:
     assert {"page.css", "player.css"} <= {path.name for path in PAGES}
     page_css = (ROOT / "stage02_server/features/page/static/page.css").read_text(encoding="utf-8")
     hues = {name for name, _ in VARIABLE.findall(page_css)} & css_colours().keys()
-    assert len(hues) == 8, "seven requests, and preempted"
+    assert len(hues) == 7, "six requests, whose colours come back with patterns, and preempted, which is none of theirs"
 
 
 def test_the_player_has_the_colours_of_the_figures() -> None:

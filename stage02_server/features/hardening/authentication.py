@@ -19,7 +19,7 @@ from stage02_server.middleware import TENANT, route_path
 OPEN_PATHS = frozenset(
     [
         "/", "/health", "/metrics", "/version", "/load", "/openapi.json", "/docs", "/redoc",
-        "/docs/swagger-ui-bundle.js", "/docs/swagger-ui.css", "/docs/redoc.standalone.js",
+        "/favicon.ico", "/docs/swagger-ui-bundle.js", "/docs/swagger-ui.css", "/docs/redoc.standalone.js",
     ]
 )  # fmt: skip
 """What needs no key: the state of the server, and pages that hold nothing secret."""

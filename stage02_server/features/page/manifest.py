@@ -26,7 +26,7 @@ FEATURE = Feature(
     room=__package__,
     settings={"FrontendArgs": PageFlags},
     parts=(
-        Part("routes", ".routes:install", paths={"/": "", "/v1/engine/events": ""}, late=True),
+        Part("routes", ".routes:install", paths={"/": "", "/favicon.ico": "", "/v1/engine/events": ""}, late=True),
         Part(
             "routes",
             ".docs:install",

@@ -25,7 +25,17 @@ if TYPE_CHECKING:
     from stage03_engine.frontend.features.engine_watch import EngineWatch, WatchQueue
 
 router = APIRouter()
-SCRIPTS = ("stream.js", "playground.js", "state.js", "view.js", "live.js")
+SCRIPTS = (
+    "stream.js",
+    "key.js",
+    "playground.js",
+    "state.js",
+    "history.js",
+    "view.js",
+    "curves.js",
+    "demo.js",
+    "live.js",
+)
 PAUSE_SECONDS = 0.05  # between two messages: no eye is faster, and a fast engine has hundreds of steps a second
 LOOK_UP_SECONDS = 0.5  # how soon an idle stream notices that the server ends
 
@@ -38,12 +48,20 @@ def build_page() -> tuple[str, str]:
     script = "\n".join(folder.joinpath(name).read_text(encoding="utf-8") for name in SCRIPTS)
     style = folder.joinpath("page.css").read_text(encoding="utf-8")
     text = folder.joinpath("page.html").read_text(encoding="utf-8")
-    page = text.replace("@@STYLE@@", style).replace("@@SCRIPT@@", script)
+    icon = (
+        "data:image/svg+xml;base64," + base64.b64encode(_icon()).decode()
+    )  # part of the page: no second request for it
+    page = text.replace("@@STYLE@@", style).replace("@@SCRIPT@@", script).replace("@@ICON@@", icon)
     policy = (
         f"default-src 'none'; script-src '{_hash(script)}'; connect-src 'self'; style-src '{_hash(style)}'; "
         "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
     return page, policy
+
+
+@cache
+def _icon() -> bytes:
+    return files("stage02_server.features.page").joinpath("static", "favicon.svg").read_bytes()
 
 
 def _hash(text: str) -> str:
@@ -62,6 +80,12 @@ async def show_page(raw_request: Request) -> Response:
     page, policy = _page_for(raw_request.app.state.services.engine.vllm_config.supported_tasks)
     headers = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff", "Cache-Control": "no-cache"}
     return Response(page, media_type="text/html; charset=utf-8", headers=headers)
+
+
+@router.get("/favicon.ico", include_in_schema=False)
+async def show_icon() -> Response:
+    """What a browser asks for by itself, without a key, when somebody opens /metrics or /v1/models in it."""
+    return Response(_icon(), media_type="image/svg+xml", headers={"Cache-Control": "max-age=86400"})
 
 
 @router.get("/v1/engine/events")

@@ -1,9 +1,10 @@
-// Part 5 of 5: the live view. It listens while the page is visible and the box is ticked; otherwise the engines send nothing.
+// Part 9 of 9: the live view. It listens while the page is visible and the box is ticked; otherwise the engines send nothing.
 
 const RETRY_MS = 1000;
 const live = new EngineState(); // of the first engine
 const views = [new EngineView(live)]; // one of each engine, by their numbers
 let listening = null; // the AbortController of the stream
+const timeline = new Timeline();
 let isTold = false; // has this stream said which engines there are?
 
 function say(text) {
@@ -25,11 +26,11 @@ async function listen() {
       isTold = false;
       say("watching");
       for await (const data of serverSentEvents(response)) apply(JSON.parse(data));
-      say("the stream ended; trying again");
+      say(`the stream ended${live.known && views.length === 1 ? ` after step ${live.step}` : ""}; trying again`);
     } catch (error) {
       if (mine.signal.aborted) break;
-      if (error instanceof NotOffered) {
-        byId("watch").checked = false; // asking again does not help; ticking the box does it
+      if (error instanceof NotOffered || error instanceof KeyNeeded) {
+        if (error instanceof NotOffered) byId("watch").checked = false; // asking again does not help; ticking the box does it
         listening = null;
         say(error.message);
         return;
@@ -46,9 +47,18 @@ function apply(event) {
   const number = Number(/_DP(\d+)$/.exec(event.proc)?.[1] ?? 0);
   if (!isTold && event.name === "sched.state") showEngines({ [number]: "ready" });
   const view = views.find((one) => one.number === number);
-  view?.state.apply(event);
-  view?.drawSoon();
+  if (!view) return;
+  view.history.note(view.state, event);
+  view.state.apply(event);
+  if (event.name === "sched.output") {
+    timeline.add(view);
+    tellSoon();
+  }
+  lookFor(event, view);
+  view.drawSoon();
 }
+
+const tellSoon = once(() => timeline.tell());
 
 /** A view for each engine: number -> what it is doing. */
 function showEngines(states) {
@@ -72,18 +82,30 @@ function followOrNot() {
   }
 }
 
+/** Another key may see what this one did not. */
+function listenAnew() {
+  listening?.abort();
+  listening = null;
+  followOrNot();
+}
+
 function drawSoon() {
   for (const view of views) view.drawSoon();
 }
 
+/** How far back the page goes, by so many steps; 0: to where the slider is. */
+function go(by) {
+  timeline.show(Number(byId("scrub").value) + by, views);
+}
+
+byId("scrub").addEventListener("input", () => go(0));
+byId("step-back").addEventListener("click", () => go(-1));
+byId("step-on").addEventListener("click", () => go(1));
+byId("pause").addEventListener("click", () => (timeline.place === null ? go(0) : timeline.show(null, views)));
 byId("watch").addEventListener("change", followOrNot);
 document.addEventListener("visibilitychange", followOrNot);
 window.addEventListener("resize", drawSoon);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawSoon);
-byId("api-key").addEventListener("change", () => {
-  listening?.abort();
-  listening = null;
-  followOrNot();
-});
 views[0].draw();
-followOrNot();
+timeline.tell();
+tryKey(); // and listen

@@ -1,8 +1,9 @@
-// Part 2 of 5: the playground. One request at a time; text is always streamed.
+// Part 3 of 9: the playground. One request at a time; text is always streamed.
 
 const form = byId("request");
 const conversation = []; // of the chat: {role, content}
 const ASK_AGAIN_MS = 1000;
+let ended = null; // the completion that is shown and may go on: {text, words}; its text begins with the prompt
 let running = null; // the AbortController of the request on its way
 
 const tasks = document.body.dataset.tasks.split(" ");
@@ -17,10 +18,9 @@ function path() {
 }
 
 /** What will be sent: fields that were left empty are left out, so the server's defaults hold. */
-function requestBody() {
+function requestBody(prompt = form.elements.prompt.value) {
   const fields = form.elements;
   const body = { model: fields.model.value };
-  const prompt = fields.prompt.value;
   if (!writes) return { ...body, input: prompt };
   if (isChat()) {
     const system = fields.system.value ? [{ role: "system", content: fields.system.value }] : [];
@@ -52,6 +52,7 @@ function showForm() {
   for (const element of document.querySelectorAll(".sound-only, .prompt")) element.hidden = element.matches(".prompt") === hears;
   form.elements.prompt.required = !(form.elements.file.required = hears);
   byId("makes").textContent = MAKES;
+  byId("continue").disabled = running !== null || !ended || isChat();
   byId("curl").textContent = curlCommand();
 }
 
@@ -74,6 +75,8 @@ function showReasoning(text, words) {
 function showBusy(busy) {
   byId("send").disabled = busy;
   byId("stop-request").disabled = !busy;
+  for (const id of ["send-eight", "demonstrate"]) byId(id).disabled = busy;
+  byId("continue").disabled = busy || !ended || isChat();
   byId("output").setAttribute("aria-busy", String(busy));
 }
 
@@ -120,21 +123,23 @@ function summary({ usage, reason, first, last }, began) {
   return parts.join(" · ");
 }
 
-async function send() {
+/** Ask for what the form says or, with `before`, for how the completion that is shown goes on. */
+async function send(before = null) {
   if (running) return;
-  const prompt = form.elements.prompt.value;
+  const prompt = before?.text ?? form.elements.prompt.value;
+  ended = null;
   running = new AbortController();
   showBusy(true);
   byId("problem").textContent = "";
   byId("summary").textContent = writes ? "waiting for the first text" : "waiting";
-  if (!isChat()) byId("output").replaceChildren();
-  addTurn(isChat() ? "user" : "prompt", hears ? form.elements.file.files[0].name : prompt);
-  const words = addTurn(isChat() ? "assistant" : "answer", "");
+  if (!isChat() && !before) byId("output").replaceChildren();
+  if (!before) addTurn(isChat() ? "user" : "prompt", hears ? form.elements.file.files[0].name : prompt);
+  const words = before?.words ?? addTurn(isChat() ? "assistant" : "answer", "");
   const answer = { text: "", reason: "", usage: null, first: 0, last: 0 };
   const began = performance.now();
   try {
     if (writes) {
-      const how = { method: "POST", body: JSON.stringify(requestBody()), headers: { "Content-Type": "application/json" } };
+      const how = { method: "POST", body: JSON.stringify(requestBody(prompt)), headers: { "Content-Type": "application/json" } };
       await readAnswer(await ask(path(), { ...how, signal: running.signal }), words, answer);
     } else words.append(await askOnce(running.signal));
     byId("summary").textContent = writes ? summary(answer, began) : `after ${Math.round(performance.now() - began)} ms`;
@@ -144,6 +149,7 @@ async function send() {
     if (!stopped) byId("problem").textContent = error.message;
   } finally {
     keepTurn(prompt, answer, words);
+    if (writes && !isChat() && (answer.text || before)) ended = { text: prompt + answer.text, words };
     running = null;
     showBusy(false);
     showForm();
@@ -163,24 +169,34 @@ function stop() {
 
 function clear() {
   stop();
+  ended = null;
   conversation.length = 0;
   byId("output").replaceChildren();
   byId("summary").textContent = byId("problem").textContent = "";
+  showBusy(running !== null);
   showForm();
 }
 
-/** Asks again until there is an answer: a page may be opened while the server still loads its model. */
+/** Fills the list of models; false if this server wants another key. Asks again until there is an answer: a page may be opened while the server
+ * still loads its model. */
 async function loadModels() {
-  try {
-    const response = await ask("v1/models");
-    const names = (await response.json()).data.map((model) => model.id);
-    form.elements.model.replaceChildren(...names.map((name) => make("option", {}, name)));
-    byId("problem").textContent = "";
-  } catch (error) {
-    byId("problem").textContent = error.message;
-    if (!(error instanceof KeyNeeded)) setTimeout(loadModels, ASK_AGAIN_MS);
+  const key = byId("api-key").value;
+  while (byId("api-key").value === key) {
+    try {
+      const response = await ask("v1/models");
+      const names = (await response.json()).data.map((model) => model.id);
+      form.elements.model.replaceChildren(...names.map((name) => make("option", {}, name)));
+      byId("problem").textContent = "";
+      showForm();
+      return true;
+    } catch (error) {
+      byId("problem").textContent = error.message;
+      showForm();
+      if (error instanceof KeyNeeded) return false;
+    }
+    await new Promise((wake) => setTimeout(wake, ASK_AGAIN_MS));
   }
-  showForm();
+  return false;
 }
 
 form.addEventListener("submit", (event) => {
@@ -188,14 +204,12 @@ form.addEventListener("submit", (event) => {
   send();
 });
 form.addEventListener("input", showForm);
+byId("continue").addEventListener("click", () => send(ended));
 byId("stop-request").addEventListener("click", stop);
 byId("clear").addEventListener("click", clear);
-byId("copy").addEventListener("click", () => navigator.clipboard.writeText(byId("curl").textContent));
-byId("api-key").addEventListener("change", loadModels);
-byId("key-form").addEventListener("submit", (event) => event.preventDefault());
+byId("copy").addEventListener("click", async () => (byId("copied").textContent = await copyText(byId("curl"))));
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") stop();
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) form.requestSubmit();
 });
 showBusy(false);
-loadModels();

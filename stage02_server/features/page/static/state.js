@@ -1,4 +1,4 @@
-// Part 3 of 5: from one scheduler's events to its state: who runs, who waits, who holds which block, what each step did.
+// Part 4 of 9: from one scheduler's events to its state: who runs, who waits, who holds which block, what each step did.
 
 const STEPS_KEPT = 96; // columns of the pictures
 const ENDED_KEPT = 8; // requests that have ended and are still listed
@@ -22,16 +22,29 @@ class EngineState {
     this.requests = new Map(); // id -> {status, prompt, tokens, computed, given, note}
     this.holders = new Map(); // block -> Set of request ids
     this.cached = new Set(); // blocks in the prefix cache
-    this.steps = []; // {step, given: Map id -> [tokens, of the prompt?], preempted: Set, total, budget}
+    // {step, given: Map id -> [tokens, of the prompt?], preempted: Set, total, budget, at: ns, ms: how long it took, made: tokens,
+    //  firsts: [[id, ms since it arrived]], gaps: [ms since that request's token before], waiting: ids, ended: ids}
+    this.steps = [];
     this.ended = []; // ids, the newest last
     this.step = 0;
     this.free = 0;
     this.unlisted = 0; // requests that the state left out
     this.heldBack = "";
     this.#open = null;
+    this.#tokensAt = null;
   }
 
   #open = null; // the step that is being decided
+  #tokensAt = null; // when the last tokens came, in ns; null: the engine had nothing to do since
+
+  /** The same, for itself: what is applied to one does not change the other. Names are shared. */
+  copy() {
+    const other = new EngineState(this.labels);
+    for (const name of Object.keys(this)) if (name !== "labels") other[name] = structuredClone(this[name]);
+    other.#open = structuredClone(this.#open);
+    other.#tokensAt = this.#tokensAt;
+    return other;
+  }
 
   count(status) {
     let count = 0;
@@ -44,9 +57,9 @@ class EngineState {
   }
 
   /** Apply one trace event. */
-  apply({ name, req, step, args }) {
+  apply({ name, req, step, args, ts }) {
     if (name === "sched.state") this.#restart(step, args);
-    else if (this.known) EngineState.#RULES[name]?.call(this, args, req, step);
+    else if (this.known) EngineState.#RULES[name]?.call(this, args, req, step, ts);
   }
 
   #restart(step, { requests, free_blocks, cached, settings, running, waiting }) {
@@ -92,14 +105,27 @@ class EngineState {
   }
 
   #deciding(step) {
-    if (this.#open?.step !== step) this.#open = { step, given: new Map(), preempted: new Set(), total: 0, budget: 0 };
+    if (this.#open?.step !== step) {
+      this.#open = { step, given: new Map(), preempted: new Set(), total: 0, budget: 0, ms: null, made: 0, firsts: [], gaps: [], waiting: [], ended: [] };
+    }
     return this.#open;
   }
 
+  /** The step lasts at least until now. It began when the tokens of the one before came or, if the engine was idle, when it was decided. */
+  #lasts(done, ts) {
+    done.began ??= this.#tokensAt ?? done.at;
+    done.ms = (ts - done.began) / 1e6;
+    this.#tokensAt = ts;
+  }
+
+  #decided(step) {
+    return this.steps.findLast((done) => done.step === step);
+  }
+
   static #RULES = {
-    "sched.queued"({ num_prompt_tokens }, id) {
+    "sched.queued"({ num_prompt_tokens }, id, _, ts) {
       this.requests.delete(id);
-      Object.assign(this.#request(id), { prompt: num_prompt_tokens, tokens: num_prompt_tokens });
+      Object.assign(this.#request(id), { arrived: ts, prompt: num_prompt_tokens, tokens: num_prompt_tokens });
     },
     "sched.admit"({ num_prompt_tokens }, id) {
       Object.assign(this.#request(id), { status: "running", prompt: num_prompt_tokens, note: "" });
@@ -125,22 +151,36 @@ class EngineState {
     "sched.held_back"({ rule, first }, _, step) {
       this.#deciding(step).heldBack = first ? `${this.label(first)} waits: ${EngineState.HELD_BACK[rule] ?? rule}` : "";
     },
-    "sched.token"({ num_tokens, num_output_tokens }, id) {
+    "sched.token"({ num_tokens, num_output_tokens }, id, step, ts) {
       const request = this.#request(id);
+      const done = this.#decided(step);
+      if (done) {
+        this.#lasts(done, ts);
+        done.made += num_tokens;
+        if (request.tokenAt !== undefined) done.gaps.push((ts - request.tokenAt) / 1e6 / num_tokens);
+        else if (request.arrived !== undefined) done.firsts.push([id, (ts - request.arrived) / 1e6]);
+      }
+      request.tokenAt = ts;
       request.tokens = request.prompt ? request.prompt + num_output_tokens : request.tokens + num_tokens;
       // Accepted drafts are computed, the newest token is not. Who was preempted while a token was held back has nothing computed.
       if (request.status === "running") request.computed = request.tokens - 1;
     },
-    "sched.finished"({ reason, by }, id) {
+    "sched.finished"({ reason, by }, id, step) {
+      this.#decided(step)?.ended.push(id);
       Object.assign(this.#request(id), { status: "ended", given: 0, note: by === "outside" ? `${reason}, from outside` : by });
       this.ended = this.ended.filter((other) => other !== id);
       this.ended.push(id);
       while (this.ended.length > ENDED_KEPT) this.requests.delete(this.ended.shift());
+      if (this.requests.size === this.ended.length) this.#tokensAt = null;
     },
-    "sched.output"({ total_tokens, budget, free_blocks }, _, step) {
+    "sched.output"({ total_tokens, budget, free_blocks }, _, step, ts) {
+      const before = this.steps.at(-1);
+      if (before?.ms === null && this.#tokensAt !== null) this.#lasts(before, ts); // it made no token: only a part of a prompt
       const done = this.#deciding(step);
+      this.#tokensAt ??= ts;
+      for (const [id, { status }] of this.requests) if (status === "waiting" || status === "preempted") done.waiting.push(id);
       for (const [id, request] of this.requests) if (!done.given.has(id)) request.given = 0;
-      Object.assign(done, { total: total_tokens, budget });
+      Object.assign(done, { total: total_tokens, budget, at: ts });
       this.steps = [...this.steps, done].slice(-STEPS_KEPT);
       this.step = step;
       this.free = free_blocks;

@@ -1,5 +1,5 @@
 "use strict";
-// Part 1 of 5: what both halves of the page need: elements, and server-sent events over fetch (EventSource cannot send a key).
+// Part 1 of 9: what both halves of the page need: elements, and server-sent events over fetch (EventSource cannot send a key).
 
 /** A DOM element: make("li", {class: "chip"}, "text", child, ...). Strings become text nodes, so nothing in them is ever markup. */
 function make(tag, attributes = {}, ...children) {
@@ -11,7 +11,20 @@ function make(tag, attributes = {}, ...children) {
 
 const byId = (id) => document.getElementById(id);
 
-/** Headers of every request. The key stays in its field: it is neither stored nor shown. */
+/** A function that runs `work` with the next picture, once, however often it is called before. */
+function once(work) {
+  let isDue = false;
+  return () => {
+    if (isDue) return;
+    isDue = true;
+    requestAnimationFrame(() => {
+      isDue = false;
+      work();
+    });
+  };
+}
+
+/** Headers of every request. The key is in its field, and key.js keeps one that was accepted. */
 function headers(more = {}) {
   const key = byId("api-key").value;
   return key ? { Authorization: `Bearer ${key}`, ...more } : more;
@@ -34,7 +47,7 @@ function explain(error) {
 
 /** The error that an answer with another status than 200 holds. */
 async function failure(response) {
-  if (response.status === 401) return new KeyNeeded("this server wants an API key: put it into the field at the top");
+  if (response.status === 401) return new KeyNeeded(byId("api-key").value ? "this server refuses the API key in the field at the top" : "this server wants an API key: put it into the field at the top");
   let message = `HTTP status ${response.status}`;
   try {
     message = (await response.json()).error.message;
