@@ -67,14 +67,11 @@ EXTRAS = {"openai": "client", "triton": "kernels", "matplotlib": "trace", "trans
 """Package that serving does not need -> the extra of pyproject.toml that installs it."""
 
 
+@quiet_pipe()
+@whole_words()
 def run_command(command: Callable[[], int]) -> int:
     """Call `command` and return its exit code. A StagesError becomes one line on stderr and its own exit code;
     so do a package that `make serve` leaves out, and a full disk. Ctrl-C ends silently with 130, a closed output pipe with 0."""
-    with quiet_pipe(), whole_words():
-        return _run(command)
-
-
-def _run(command: Callable[[], int]) -> int:
     try:
         if sys.platform == "win32":
             raise ConfigError("Windows lacks the sockets and signals that this needs; run it in WSL 2, as on Linux")
@@ -91,8 +88,6 @@ def _run(command: Callable[[], int]) -> int:
         return StagesError.exit_code
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # no disk is full: `quiet_pipe` ends it
-        raise
     except Exception as error:
         if not _is_full_disk(error):
             raise
