@@ -115,7 +115,7 @@ def whole_words() -> Iterator[None]:
     if not is_terminal(stream):
         yield
         return
-    sys.stdout = _WholeWords(stream)  # type: ignore[assignment]
+    sys.stdout = _WholeWords(stream)
     try:
         yield
     finally:
