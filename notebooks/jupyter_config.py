@@ -1,5 +1,7 @@
-"""How `make notebooks` runs JupyterLab: its checkpoints lie in `.venv`, not beside each file that is opened (the sources are read here too)."""
+"""How `make notebooks` runs JupyterLab: its checkpoints lie in `.venv`, not beside each file that is opened (the sources are read here too),
+and each notebook is listed once."""
 
+import os
 from pathlib import Path
 
 from jupyter_server.services.contents.filecheckpoints import AsyncFileCheckpoints
@@ -16,5 +18,10 @@ class Aside(AsyncFileCheckpoints):
         return str(CHECKPOINTS / f"{path.strip('/').replace('/', '__')}-{checkpoint_id}")
 
 
+# labconfig/ beside this file has settings of the pages: nobody is asked whether to fetch news of Jupyter's
+os.environ["JUPYTER_CONFIG_PATH"] = os.pathsep.join(
+    filter(None, [str(Path(__file__).resolve().parent), os.environ.get("JUPYTER_CONFIG_PATH")])
+)
 c = get_config()  # noqa: F821  # Jupyter defines it
 c.ContentsManager.checkpoints_class = Aside
+c.ContentsManager.hide_globs.extend(["[0-9][0-9]_*.py"])  # each notebook is listed once; a link still opens its source

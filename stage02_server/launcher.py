@@ -22,6 +22,7 @@ from fastapi import FastAPI
 
 from stage02_server.api_server import Services, StopRequested, StopSignals
 from stage03_engine.args.log import seconds_since_start
+from stage03_engine.plugins import find
 from stagetrace import trace
 
 logger = logging.getLogger(__name__)
@@ -79,6 +80,8 @@ async def serve_http(
         trace.emit("server.listening", address=address)
     lifecycle.announce()
     logger.info("Ready after %.1f s. Serving %s on %s", seconds_since_start(), services.models.names[0], address)
+    if say_where := find("server", "link"):
+        say_where(address)
     await _until_the_end(services, server, serving, stop)
     lifecycle.end(failed=engine.errored)
     return 1 if engine.errored else 0

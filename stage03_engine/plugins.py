@@ -31,6 +31,7 @@ INDEX: tuple[str | Feature, ...] = (
     "stage03_engine.args.features.help_words",
     "stage03_engine.args.features.log_config",
     "stage03_engine.args.features.start_log",
+    "stage03_engine.args.features.terminal_log",
     "stage03_engine.args.features.cores",
     "stage03_engine.args.features.number_format",
     "stage03_engine.args.features.generation_config",

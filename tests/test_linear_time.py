@@ -47,6 +47,7 @@ from stage03_engine.frontend.tokenizer import init_tokenizer_from_configs
 from stage03_engine.params.structured_outputs import StructuredOutputsParams
 from stage03_engine.sampling_params import SamplingParams
 from stagetrace.ids import is_beam, root_of
+from stagetrace.terminal import folded
 
 ROOT = Path(__file__).parent.parent
 FUNCTIONS = {"compile", "search", "match", "sub", "subn", "fullmatch", "split", "findall", "finditer"}
@@ -65,6 +66,11 @@ def cpu_seconds(work: Callable[[], Any]) -> float:
     start = time.thread_time()
     refused(work)
     return time.thread_time() - start
+
+
+def in_eighty_columns(text: str) -> str:
+    """A line of the log, as a terminal gets it."""
+    return folded(text, 80)
 
 
 def assert_linear(make: Callable[[int], Callable[[], Any]], size: int = SIZE) -> None:
@@ -135,6 +141,9 @@ MEETS: dict[str, tuple[Callable[[str], Any], list[str]]] = {
     r"trace/stagetrace/ids.py: (?:\d+|beam\d+\.\d+)_": (root_of, ["*1*", "beam*1*", "beam1.*1*", "*1_*"]),
     r"trace/stagetrace/ids.py: f'({KIND}.+)-\\d+'": (root_of, ["cmpl-*-1*x", "cmpl-*-*", "cmpl-a-*1*x", "*cmpl-*"]),
     r"trace/stagetrace/ids.py: beam\d+\.\d+_": (is_beam, ["beam*1*", "beam1.*1*", "*beam1.*"]),
+    r"trace/stagetrace/terminal.py: \x1b\[[0-9;]*m": (in_eighty_columns, ["*\x1b[*", "\x1b[*1*", "*\x1b[0m*"]),
+    "trace/stagetrace/terminal.py:  +|[^ ]+": (in_eighty_columns, ["*a *", "* *", "*a*", "*a  *"]),
+    "trace/stagetrace/terminal.py: (?<=[^ ])  +": (in_eighty_columns, ["a* *", "*a  *"]),
 }  # fmt: skip
 MODEL, FLAGS, COMPILER = (
     "names in a checkpoint or a vocabulary",

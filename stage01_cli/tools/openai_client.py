@@ -14,6 +14,7 @@ from stage03_engine.args.command import CLISubcommand
 from stage03_engine.args.fields import parse_int
 from stage03_engine.args.parser import FlexibleArgumentParser
 from stage03_engine.errors import StagesError
+from stagetrace.terminal import complain
 from stagetrace.text import printable
 
 if TYPE_CHECKING:
@@ -146,7 +147,7 @@ def _repeat(ask: Callable[[str], None]) -> int:
         except KeyboardInterrupt:
             print()
         except RefusedError as error:
-            print(f"stages: error: {printable(' '.join(str(error).split()))}", file=sys.stderr)
+            complain("stages", printable(" ".join(str(error).split())))
 
 
 class ChatCommand(CLISubcommand):

@@ -18,6 +18,7 @@ from stage03_engine.args.parser import FlexibleArgumentParser, did_you_mean
 from stage03_engine.errors import ConfigError, StagesError
 from stagetrace import trace
 from stagetrace.redact import redact_argv, redact_values
+from stagetrace.terminal import complain, quiet_pipe, whole_words
 from stagetrace.text import printable
 
 WAITING = {
@@ -66,36 +67,32 @@ EXTRAS = {"openai": "client", "triton": "kernels", "matplotlib": "trace", "trans
 """Package that serving does not need -> the extra of pyproject.toml that installs it."""
 
 
+@quiet_pipe()
+@whole_words()
 def run_command(command: Callable[[], int]) -> int:
     """Call `command` and return its exit code. A StagesError becomes one line on stderr and its own exit code;
     so do a package that `make serve` leaves out, and a full disk. Ctrl-C ends silently with 130, a closed output pipe with 0."""
     try:
         if sys.platform == "win32":
             raise ConfigError("Windows lacks the sockets and signals that this needs; run it in WSL 2, as on Linux")
-        code = command()
-        sys.stdout.flush()
-        return code
+        return command()
     except StagesError as error:
         # it may quote a model's file
-        print(f"stages: error: {printable(' '.join(str(error).split()))}", file=sys.stderr)
+        complain("stages", printable(" ".join(str(error).split())))
         return error.exit_code
     except ModuleNotFoundError as error:
         if error.name not in EXTRAS:
             raise
         hint = f"pip install --editable '.[{EXTRAS[error.name]}]' adds it, make venv everything"
-        print(f"stages: error: this needs {error.name}, which is not installed; {hint}", file=sys.stderr)
+        complain("stages", f"this needs {error.name}, which is not installed; {hint}")
         return StagesError.exit_code
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:
-        # `stages ... | head`: nobody reads the rest, and Python must not try to write it at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except Exception as error:
         if not _is_full_disk(error):
             raise
         hint = "see which disk is full or cannot be written, or name another folder for temporary files with the variable TMPDIR"
-        print(f"stages: error: {printable(str(error))}; {hint}", file=sys.stderr)
+        complain("stages", f"{printable(str(error))}; {hint}")
         return 1
 
 

@@ -34,8 +34,10 @@ def configure_logging(process: str, flags: ObservabilityConfig) -> None:
     set_up = find("engine", "log_config")
     if set_up is not None and set_up(flags):
         return
-    who = f"({process} pid={os.getpid()}) "
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=who + FORMAT, datefmt=DATE_FORMAT)
+    lines, handler = find("engine", "terminal_log"), logging.StreamHandler(sys.stderr)
+    whole = logging.Formatter(f"({process} pid={os.getpid()}) {FORMAT}", DATE_FORMAT)
+    handler.setFormatter((lines and lines(process)) or whole)
+    logging.basicConfig(handlers=[handler], level=logging.INFO)
     if flags.log_level != "INFO":
         for name in OWN_LOGGERS:
             logging.getLogger(name).setLevel(flags.log_level or "WARNING")

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from stage03_engine.args.unknown import refuse_absent
 from stage03_engine.errors import ConfigError
 from stage03_engine.plugins import find
+from stagetrace.terminal import HelpFormatter
 
 
 def check_keys(setting: str, given: Iterable[object], known: Collection[str], where: str = "") -> None:
@@ -36,7 +37,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        kwargs.setdefault("allow_abbrev", False)
+        kwargs = {"allow_abbrev": False, "formatter_class": HelpFormatter} | kwargs
         super().__init__(*args, **kwargs)
         self._refused: list[str] = []  # names of tables that are not read yet
 

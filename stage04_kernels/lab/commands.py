@@ -230,7 +230,18 @@ def make_parser() -> Parser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command and return its exit code. Exits with 2 if the command line is wrong."""
+    """Run the command and return its exit code. Exits with 2 if the command line is wrong, with 0 once nobody reads what it prints."""
+    try:
+        try:
+            return _run(argv)
+        finally:  # also behind the SystemExit of `--help`
+            sys.stdout.flush()
+    except BrokenPipeError:  # `... | head`; as in stagetrace.terminal, which may not be there
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(0) from None
+
+
+def _run(argv: list[str] | None) -> int:
     parser = make_parser()
     args = parser.parse_args(argv)
     try:

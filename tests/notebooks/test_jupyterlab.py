@@ -4,6 +4,7 @@ JupyterLab belongs to `make notebooks`, not to `make test`: without it the brows
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import os
 import re
@@ -63,6 +64,25 @@ def test_links_lie_within_what_jupyterlab_serves(source: Path) -> None:
 def test_it_opens_the_first_notebook() -> None:
     (word,) = [word for word in command() if word.startswith("--LabApp.default_url=")]
     assert (root() / word.partition("/lab/tree/")[2]) == build.sources()[0].with_suffix(".ipynb")
+
+
+def test_each_notebook_is_listed_once_and_nobody_asks_about_news(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read from the configuration itself, by Jupyter's classes where they are installed."""
+    pytest.importorskip("jupyterlab_server", reason="JupyterLab is not installed: make notebooks")
+    from jupyter_server.services.contents.largefilemanager import AsyncLargeFileManager
+    from jupyterlab_server.settings_utils import _get_overrides
+    from traitlets.config import PyFileConfigLoader
+
+    monkeypatch.setenv("JUPYTER_CONFIG_PATH", "")
+    config = PyFileConfigLoader("jupyter_config.py", path=str(ROOT / "notebooks")).load_config()
+    manager = AsyncLargeFileManager(root_dir=str(ROOT), config=config)
+    names = {each["name"] for each in asyncio.run(manager.get("notebooks"))["content"]}
+    assert {source.with_suffix(".ipynb").name for source in build.sources()} <= names
+    assert not {source.name for source in build.sources()} & names
+    for source in build.sources():  # a link opens it all the same
+        assert asyncio.run(manager.get(f"notebooks/{source.name}", content=False))["type"] == "file"
+    overrides, error = _get_overrides("/nowhere")
+    assert not error and overrides["@jupyterlab/apputils-extension:notification"]["fetchNews"] == "false"
 
 
 @pytest.fixture(scope="module")

@@ -479,6 +479,17 @@ def test_searching(opened: Opened, path: WalkPath) -> None:
     assert path.rows[first].function.file.endswith("/scheduler.py") and opened.press("n", "p") == first
 
 
+def test_names_are_found_before_arguments(opened: Opened, path: WalkPath) -> None:
+    """Many functions are given a request; what is looked for is one that is called so."""
+    named = [at for at, row in enumerate(path.rows) if "request" in (row.function.name + row.function.file).lower()]
+    given = [
+        at for at, row in enumerate(path.rows) if any("request" in str(each).lower() for each in row.arguments.items())
+    ]
+    assert set(given) - set(named)
+    opened.page.locator("#search-text").fill("request")
+    assert opened.page.locator("#found").text_content() == f"{len(named)} found"
+
+
 def test_a_link_names_a_function(browser: Any, page_file: Path, path: WalkPath) -> None:
     for hash, name in {
         "#fn=Scheduler.schedule": "Scheduler.schedule", "#fn=process_outputs": "OutputProcessor.process_outputs",
@@ -486,6 +497,8 @@ def test_a_link_names_a_function(browser: Any, page_file: Path, path: WalkPath) 
     }.items():  # fmt: skip
         one = Opened(browser, page_file, hash)
         assert one.name() == name
+        said = one.page.locator("#found").text_content()
+        assert said == (f"no {hash[4:]} on this path" if hash in ("#fn=nobody", "#fn=%E0%A4%A") else "")
         one.press("ArrowRight")
         assert one.page.evaluate("decodeURIComponent(location.hash)") == f"#fn={one.name()}"
         one.page.evaluate("location.hash = '#fn=AsyncLLM.generate'")

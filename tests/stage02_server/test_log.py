@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import logging
 import re
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,8 +17,12 @@ import pytest
 from patience import PATIENCE
 from server_under_test import ServerProcess
 
+from stage02_server.__main__ import make_parser
+from stage02_server.cli_args import resolve_serve_args
 from stage02_server.features.hardening.log_limit import LogLimit
+from stage02_server.features.page.link import link_to
 from stage03_engine.arg_utils import EngineArgs
+from stage03_engine.args.features.terminal_log.terminal_log import TerminalFormatter, formatter_for
 from stage03_engine.args.log import configure_logging
 from stage03_engine.config import ObservabilityConfig
 from stage03_engine.frontend.features.logging_stats.logging_stats import LoggingStatLogger
@@ -55,6 +61,82 @@ def test_it_says_version_settings_and_when_it_is_ready(server: ServerProcess) ->
     assert "sk-secret" not in "".join(server.lines) and "block_size" not in settings
     assert the_line(server, r"EngineCore.* Ready after \d+\.\d s, with a KV cache for 1024 tokens$")
     assert the_line(server, r"APIServer.* Ready after \d+\.\d s\. Serving gpt2 on ")
+
+
+def test_its_last_line_is_a_link(server: ServerProcess) -> None:
+    port = httpx.URL(server.url).port
+    assert server.wait_for(r"Open (\S+)$")[1] == f"http://localhost:{port}/"
+    (ready, last) = [line for line in server.lines if re.search(r"Serving gpt2 on|Open http", line)]
+    assert server.lines.index(last) == server.lines.index(ready) + 1 and httpx.get(server.url + "/").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("address", "link"),
+    [
+        ("http://0.0.0.0:8000", "http://localhost:8000/"),
+        ("https://[::]:8443", "https://localhost:8443/"),
+        ("http://127.0.0.1:1", "http://localhost:1/"),
+        ("http://[::1]:8000", "http://[::1]:8000/"),
+        ("http://192.168.0.7:8000", "http://192.168.0.7:8000/"),
+        ("unix:/tmp/x", None),
+    ],
+)
+def test_a_link_can_be_opened_on_this_machine(address: str, link: str | None) -> None:
+    assert link_to(address) == link
+
+
+@pytest.mark.parametrize(
+    ("words", "warns"),
+    [
+        ([], True),
+        (["--host", "0.0.0.0"], True),
+        (["--host", "::"], True),
+        (["--host", "127.0.0.1"], False),
+        (["--host", "192.168.0.7"], False),
+        (["--api-key", "sk-secret"], False),
+        (["--uds", "/tmp/x"], False),
+    ],
+)
+def test_who_listens_everywhere_without_a_key_is_warned(words: list[str], warns: bool) -> None:
+    args = resolve_serve_args(make_parser("serve").parse_args(["serve", "gpt2-tiny", *words])).frontend_args
+    assert bool(args.warnings()) is warns and not any("sk-secret" in each for each in args.warnings())
+
+
+def test_the_warning_is_in_the_log() -> None:
+    with contextlib.closing(ServerProcess("gpt2-tiny", "--port", "0", "--engine", "echo")) as everywhere:
+        everywhere.wait_for("WARNING.*listens on all interfaces")
+        assert everywhere.wait_for(r"Open (\S+)$")[1].startswith("http://localhost:")
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_in_a_terminal_a_line_begins_briefly_and_breaks_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+    screen = Screen()
+    formatter = TerminalFormatter("APIServer", screen)
+    words = [f"word{number}" for number in range(30)]
+    record = logging.LogRecord("a", logging.INFO, "some/file.py", 7, " ".join(words), (), None)
+    first, *more = formatter.format(record).split("\n")
+    assert (
+        re.match(r"\d\d:\d\d:\d\d \[APIServer\] word0 word1 ", first) and more and max(map(len, [first, *more])) <= 80
+    )
+    assert all(line.startswith("    word") for line in more)
+    assert " ".join([first, *more]).split()[2:] == words
+    record.levelno, record.levelname = logging.WARNING, "WARNING"
+    assert formatter.format(record).split()[2:4] == ["WARNING", "word0"]
+    monkeypatch.delenv("NO_COLOR")
+    monkeypatch.setenv("TERM", "xterm")
+    assert "\x1b[33mWARNING" in formatter.format(record)
+
+
+def test_only_a_terminal_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for stream, brief in ((Screen(), True), (io.StringIO(), False)):
+        monkeypatch.setattr(sys, "stderr", stream)
+        assert (formatter_for("APIServer") is not None) is brief
 
 
 def test_no_client_writes_a_line_or_steers_the_terminal(server: ServerProcess) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import subprocess
 import sys
@@ -11,7 +12,10 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import Request
 from server_under_test import ServerProcess
+
+from stage02_server.features.page import docs
 
 # All checks but these two. What the schema allows may be too long for the model, or not in its vocabulary; and as in vLLM a number
 # may come as a text or a boolean, which the schema does not say.
@@ -74,6 +78,36 @@ def test_every_field_and_parameter_is_explained(url: str) -> None:
     assert len(fields) > 300 and len(parameters) > 3
     assert [name for name, one in (fields | parameters).items() if not one.get("description")] == []
     assert [path for path, operation in routes(description) if not operation.get("description")] == []
+
+
+def test_every_route_stands_in_a_group_under_a_name(url: str) -> None:
+    """In the group of its room, under the beginning of its docstring: not the name of a Python function."""
+    description = httpx.get(url + "/openapi.json").json()
+    groups = [group["name"] for group in description["tags"]]
+    found = {path: operation["tags"] for path, operation in routes(description)}
+    assert all(len(tags) == 1 for tags in found.values()) and {tags[0] for tags in found.values()} == set(groups)
+    assert (
+        groups[:2] == ["Text", "Models"]
+        and found["/v1/models"] == ["Models"]
+        and found["/v1/score"] == found["/rerank"]
+    )
+    for path, operation in routes(description):
+        name = operation["summary"]
+        assert (
+            2 < len(name) <= 100
+            and name[-1] not in ".,(:;"
+            and " ".join(operation["description"].split()).startswith(name)
+        ), path
+    assert "Create Completion" not in {operation["summary"] for _, operation in routes(description)}
+
+
+@pytest.mark.parametrize("show", [docs.show_docs, docs.show_redoc])
+def test_the_description_is_begun_with_the_page(show: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[str] = []
+    monkeypatch.setattr(docs, "_openapi", begun.append)
+    asyncio.run(show(Request({"type": "http", "root_path": "/llm"})))
+    docs.DESCRIBER.submit(lambda: None).result()  # it has one thread
+    assert begun == ["/llm"]
 
 
 def test_the_pages_of_routes_ask_nobody_else(url: str) -> None:

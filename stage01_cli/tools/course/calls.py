@@ -19,6 +19,7 @@ from pathlib import Path
 from stage01_cli.tools.course import table
 from stage01_cli.tools.course.exercises import ROOT, WORK, Exercise, exercises, find, in_project, next_line
 from stage03_engine.errors import ConfigError
+from stagetrace.terminal import width_of_output
 
 POLL_SECONDS = 0.5
 
@@ -124,10 +125,10 @@ def hint(what: str | int, work: Path = WORK) -> None:
     def count(done: table.Done) -> None:
         done.hints = min(done.hints + 1, len(exercise.hints))
 
-    had = table.update(work, exercise.name, count).hints
+    had, width = table.update(work, exercise.name, count).hints, min(100, width_of_output())
     for number, text in enumerate(exercise.hints[:had], start=1):
         for line in f"hint {number} of {len(exercise.hints)}: {text}".splitlines():
-            print(textwrap.fill(line, 100, break_on_hyphens=False, subsequent_indent="  "))
+            print(textwrap.fill(line, width, break_on_hyphens=False, subsequent_indent="  "))
     if had == len(exercise.hints):
         print("no more hints")
         own = [in_project(exercise.own_reference)] if exercise.own_reference.is_file() else []
@@ -141,12 +142,12 @@ def hint(what: str | int, work: Path = WORK) -> None:
 def progress(work: Path = WORK) -> None:
     """What you have begun, passed and served, with checks and hints."""
     done = table.read(work)
-    print(f"{'':4}{'exercise':40}{'begun':12}{'checks':>6}{'hints':>7}  {'passed':12}{'served':12}")
+    print(f"{'':4}{'exercise':30}{'begun':10}{'checks':>7}{'hints':>6} {'passed':11}{'served'}")
     for each in exercises().values():
         if row := done.get(each.name):
             days = [text[:10] for text in (row.started, row.passed, row.served)]
             print(
-                f"{each.number:>2}  {each.title:40}{days[0]:12}{row.checks:>6}{row.hints:>7}  {days[1]:12}{days[2]:12}".rstrip()
+                f"{each.number:>2}  {each.title:30}{days[0]:10}{row.checks:>7}{row.hints:>6} {days[1]:11}{days[2]}".rstrip()
             )
     passed = [each for each in exercises().values() if done.get(each.name, table.Done()).passed]
     points, all_points = (sum(each.points for each in some) for some in (passed, exercises().values()))

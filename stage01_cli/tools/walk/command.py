@@ -14,7 +14,8 @@ from stage03_engine.args.parser import FlexibleArgumentParser
 from stage03_engine.errors import ConfigError
 from stagetrace.errors import TraceError
 from stagetrace.read.selection import phases_of
-from stagetrace.read.terminal import add_colour, ascii_if_needed, wants_colour, width_of_output
+from stagetrace.read.terminal import add_colour, ascii_if_needed
+from stagetrace.terminal import is_terminal, wants_colour, width_of_output
 from stagetrace.text import bounded
 
 if TYPE_CHECKING:
@@ -123,8 +124,8 @@ def _title(path: Path, wish: Wish) -> str:
 def _print(path: Path, wish: Wish, phases: frozenset[int], args: argparse.Namespace) -> None:
     from stage01_cli.tools.walk.text import lines_of
 
-    colour, cut = wants_colour(args.color), sys.stdout.isatty()
+    colour, columns = wants_colour(args.color), width_of_output() if is_terminal(sys.stdout) else None
     print(ascii_if_needed(_title(path, wish)))
     print(ascii_if_needed(COLUMNS))
-    for line in lines_of(path, phases, args.all, colour):
-        print(ascii_if_needed(line[: width_of_output()] if cut and not line.startswith("\x1b") else line))
+    for line in lines_of(path, phases, args.all, colour, columns):
+        print(ascii_if_needed(line))

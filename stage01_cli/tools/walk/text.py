@@ -5,23 +5,32 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import groupby
+from pathlib import PurePath
 
 from stage01_cli.tools.walk.path import Path, Row
-from stagetrace.read.terminal import BOLD, DIM, RESET, phase_colour
+from stagetrace.read.terminal import phase_colour
+from stagetrace.terminal import BOLD, DIM, RESET, shortened
 from stagetrace.text import printable
 
 PHASES = {
     1: "CLI", 2: "serve", 3: "API server", 4: "AsyncLLM", 5: "EngineCore", 6: "request", 7: "in", 8: "execution", 9: "out",
 }  # fmt: skip
 FOLDED_ROWS = 50  # with the headings, about 60 lines
+ROOM_FOR_THE_REST = 44  # columns before the name, and behind it for the name of a file
 DEEPEST = 5  # levels of calls that are indented
 
 
-def lines_of(path: Path, phases: frozenset[int], all_rows: bool, colour: bool) -> Iterator[str]:
-    """The chosen phases, all of them if none is chosen; `all_rows`: every function, with its arguments."""
+def lines_of(
+    path: Path, phases: frozenset[int], all_rows: bool, colour: bool, columns: int | None = None
+) -> Iterator[str]:
+    """The chosen phases, all of them if none is chosen; `all_rows`: every function, with its arguments. In a terminal of so many `columns`
+    a function has one line: of its file at least the name, and the words behind it as far as there is room."""
     rows = [row for row in path.rows if not phases or row.phase in phases]
     shown = rows if all_rows else most_important(rows)
     width = max((len(_name(row, shown)) for row in shown), default=0)
+    width = (
+        width if columns is None else max(20, min(width, columns - ROOM_FOR_THE_REST))
+    )  # a longer name pushes its line out
     for phase, of_phase in groupby(rows, key=lambda row: row.phase):
         in_phase = list(of_phase)
         heading = f"{phase} {PHASES.get(phase, '-')}"
@@ -36,7 +45,12 @@ def lines_of(path: Path, phases: frozenset[int], all_rows: bool, colour: bool) -
             arrival = f"  ── {' · '.join(lane)}{came_over(path, in_lane)}"
             yield f"{DIM}{arrival}{RESET}" if colour else arrival
             for row in kept:
-                yield _line(row, _name(row, shown), width, all_rows)
+                line = _line(row, _name(row, shown), width, all_rows)
+                if columns is not None and len(line) > columns:
+                    line = shortened(
+                        line.replace(f"{row.function.file}:", f"{PurePath(row.function.file).name}:", 1), columns
+                    )
+                yield line
         left = len(in_phase) - sum(row in shown for row in in_phase)
         if left:
             yield f"       ... and {left} more, with --all"

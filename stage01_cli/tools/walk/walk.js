@@ -26,7 +26,9 @@ class Walk {
     this.drawPhases();
     this.drawList();
     this.setUpControls();
-    this.goTo(Math.max(0, this.placeOf(location.hash)));
+    const asked = location.hash;
+    this.goTo(Math.max(0, this.placeOf(asked)));
+    this.follow(asked);
   }
 
   /** How many callers of the same lane and phase are above it. */
@@ -43,6 +45,15 @@ class Walk {
     try { name = decodeURIComponent(value); } catch { /* a broken escape: take it as it stands */ }
     const whole = this.rows.findIndex((row) => row.name === name);
     return whole >= 0 ? whole : this.rows.findIndex((row) => row.name.endsWith(`.${name}`));
+  }
+
+  /** To the function of a link; one that is not on this path is named, and the page stays where it is. */
+  follow(hash) {
+    const place = this.placeOf(hash);
+    if (place >= 0) return this.goTo(place, false);
+    if (!hash.startsWith("#fn=") || hash === "#fn=") return undefined;
+    byId("found").textContent = `no ${hash.slice(4)} on this path`;
+    return this.say(byId("found").textContent);
   }
 
   // Drawing
@@ -169,21 +180,27 @@ class Walk {
     byId("play").textContent = this.timer ? "‖ pause" : "▶ play";
   }
 
-  isFound(row) {
+  /** For each row whether the text is found: in the names of functions and files; where none has it in those of events, then in arguments. */
+  found() {
     const text = byId("search-text").value.trim().toLowerCase();
-    const words = [row.name, this.files[row.file].name, ...Object.keys(row.events), ...Object.entries(row.arguments).flat()];
-    return text !== "" && words.some((word) => word.toLowerCase().includes(text));
+    const places = [
+      (row) => [row.name, this.files[row.file].name], (row) => Object.keys(row.events), (row) => Object.entries(row.arguments).flat(),
+    ];
+    const has = (words) => text !== "" && words.some((word) => word.toLowerCase().includes(text));
+    const all = places.map((words) => this.rows.map((row) => has(words(row))));
+    return all.find((one) => one.includes(true)) ?? all[0];
   }
 
   search(direction) {
+    const found = this.found();
     for (let at = this.position + direction; at >= 0 && at < this.rows.length; at += direction) {
-      if (this.isFound(this.rows[at])) return this.goTo(at);
+      if (found[at]) return this.goTo(at);
     }
     return this.say(direction > 0 ? "Nothing more found below." : "Nothing found above.");
   }
 
   showFound() {
-    const found = this.rows.map((row) => this.isFound(row));
+    const found = this.found();
     found.forEach((is, at) => this.buttons[at].classList.toggle("found", is));
     byId("found").textContent = byId("search-text").value.trim() ? `${found.filter(Boolean).length} found` : "";
   }
@@ -203,7 +220,7 @@ class Walk {
     on("search", "submit", (submit) => { submit.preventDefault(); this.search(1); });
     on("search-back", "click", () => this.search(-1));
     on("search-text", "input", () => this.showFound());
-    window.addEventListener("hashchange", () => { const place = this.placeOf(location.hash); if (place >= 0) this.goTo(place, false); });
+    window.addEventListener("hashchange", () => this.follow(location.hash));
     document.addEventListener("keydown", (key) => this.key(key));
   }
 

@@ -167,6 +167,17 @@ class HardeningFlags:
         _check_proxies(self.forwarded_allow_ips or "")
         _check_tls(self)
 
+    def warnings(self) -> tuple[str, ...]:
+        """What is to be said at the start: that everybody who reaches this machine may use the server, if nothing keeps them out."""
+        host = getattr(self, "host", None) or "0.0.0.0"
+        asks = self.api_key or self.ssl_cert_reqs == ssl.CERT_REQUIRED
+        if self.uds is not None or asks or host not in ("0.0.0.0", "::"):
+            return ()
+        return (
+            "Everybody who reaches this machine can use the server: it listens on all interfaces (--host) and asks for no key "
+            "(--api-key). With --host 127.0.0.1 it is for this machine alone.",
+        )
+
 
 def _check_proxies(text: str) -> None:
     for word in text.split(",") if text.strip() not in ("", "*") else ():

@@ -60,6 +60,13 @@ def _openapi(root_path: str) -> bytes:
     return made.stdout
 
 
+def _begin(raw_request: Request) -> str:
+    """Describe the routes while the browser still reads the page and its scripts, which ask for the description last."""
+    root_path = _root_path(raw_request)
+    DESCRIBER.submit(_openapi, root_path)
+    return root_path
+
+
 @cache
 def _asset(name: str) -> bytes:
     return files("fastapi_offline").joinpath("static", name).read_bytes()
@@ -68,7 +75,7 @@ def _asset(name: str) -> bytes:
 @router.get("/docs", include_in_schema=False)
 async def show_docs(raw_request: Request) -> Response:
     """Swagger UI: every route with its fields, and a form to try it."""
-    root_path = _root_path(raw_request)
+    root_path = _begin(raw_request)
     page = get_swagger_ui_html(
         openapi_url=f"{root_path}/openapi.json",
         title=TITLE,
@@ -83,7 +90,7 @@ async def show_docs(raw_request: Request) -> Response:
 @router.get("/redoc", include_in_schema=False)
 async def show_redoc(raw_request: Request) -> Response:
     """ReDoc: the same to read."""
-    root_path = _root_path(raw_request)
+    root_path = _begin(raw_request)
     page = get_redoc_html(
         openapi_url=f"{root_path}/openapi.json",
         title=TITLE,

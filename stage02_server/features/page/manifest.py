@@ -26,6 +26,7 @@ FEATURE = Feature(
     room=__package__,
     settings={"FrontendArgs": PageFlags},
     parts=(
+        Part("server", ".link:say_where", key="link"),
         Part("routes", ".routes:install", paths={"/": "", "/favicon.ico": "", "/v1/engine/events": ""}, late=True),
         Part(
             "routes",

@@ -60,6 +60,35 @@ OTHER_TYPE = {
 """Routes whose 200 is not JSON at all."""
 
 
+GROUPS = {
+    "": "Text",
+    "responses": "Responses",
+    "messages": "Messages",
+    "audio": "Sound",
+    "pooling": "Vectors, classes and scores",
+    "tokenize": "Tokens",
+    "tokenizer_info": "Tokens",
+    "adapters": "Adapters",
+    "page": "Watching",
+    "admin": "Watching",
+}
+"""Room -> the group that its routes stand in; "" is the walk. The groups come in this order, then those of rooms that are not named."""
+OF_ANOTHER_GROUP = {
+    "/v1/models": "Models", "/v1/models/{name}": "Models", "/health": "Watching",
+    "/start_profile": "Profiling", "/stop_profile": "Profiling",
+}  # fmt: skip
+"""Routes that stand in another group than their room's others."""
+
+MOST_OF_A_NAME = 60  # characters; of a longer sentence its beginning is the name
+
+
+def _group(module: str) -> str:
+    """The group of a module with routes."""
+    room = module.removeprefix("stage02_server.features.") if ".features." in module else ""
+    name = room.partition(".")[0]
+    return GROUPS.get(name, name.replace("_", " ").capitalize())
+
+
 def describe() -> dict[str, Any]:
     """The description of all routes, even of those that the served model does not use. Imports all HTTP features."""
     app = FastAPI(title="vLLM in stages")
@@ -69,9 +98,27 @@ def describe() -> dict[str, Any]:
         for part in each.parts
         if part.seam == "routes"
     ]
-    for each in (router, *(module.router for module in modules if hasattr(module, "router"))):
-        app.include_router(each)
-    return _described(app.openapi())
+    app.include_router(router, tags=[_group("")])
+    for module in modules:
+        if hasattr(module, "router"):
+            app.include_router(module.router, tags=[_group(module.__name__)])
+    return _named(_described(app.openapi()))
+
+
+def _named(description: dict[str, Any]) -> dict[str, Any]:
+    """Each route in its group, under the first sentence of its docstring instead of the name of a function."""
+    groups = dict.fromkeys(["Text", "Models", *GROUPS.values()])
+    for path, operations in description["paths"].items():
+        for operation in operations.values():
+            said = " ".join(operation["description"].split())
+            for end in (". ", "; ", ": ", " ("):
+                said = said.partition(end)[0]
+            operation["summary"] = (said if len(said) <= MOST_OF_A_NAME else said.partition(", ")[0]).rstrip(".")
+            operation["tags"] = [OF_ANOTHER_GROUP.get(path, operation["tags"][0])]
+            groups |= dict.fromkeys(operation["tags"])
+    used = {tag for operations in description["paths"].values() for each in operations.values() for tag in each["tags"]}
+    description["tags"] = [{"name": name} for name in groups if name in used]
+    return description
 
 
 def _described(description: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ A command's module has `add_arguments(parser)` and `run(args) -> exit code`; it 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from importlib import import_module
 
@@ -53,10 +52,8 @@ def run_chosen(args: argparse.Namespace) -> int:
     """Run the command that was chosen. Raises TraceError for what the user can fix."""
     try:
         code: int = args.run_trace_command(args)
-        sys.stdout.flush()
         return code
-    except BrokenPipeError:  # `... | head`: the reader has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except BrokenPipeError:
+        raise
     except OSError as error:
         raise TraceError(str(error)) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 from stagetrace.commands.common import add_run, open_recording
 from stagetrace.event import Event
@@ -13,17 +14,8 @@ from stagetrace.read.narrative import Line, Narrator
 from stagetrace.read.reader import Recording
 from stagetrace.read.selection import pick_request
 from stagetrace.read.story import RequestStory, Story
-from stagetrace.read.terminal import (
-    BOLD,
-    RESET,
-    add_colour,
-    ascii_if_needed,
-    milliseconds,
-    phase_colour,
-    short_id,
-    table,
-    wants_colour,
-)
+from stagetrace.read.terminal import add_colour, ascii_if_needed, milliseconds, phase_colour, short_id, table
+from stagetrace.terminal import BOLD, is_terminal, painted, wants_colour, width_of_output
 from stagetrace.text import printable
 
 
@@ -60,7 +52,10 @@ def _print_list(recording: Recording) -> None:
     tell_bounded(recording, ended)
     head = ["request", "at ms", "prompt", "cached", "output", "preempted", "TTFT ms", "TPOT ms", "end", "id"]
     rows.sort(key=lambda row: row[0])
-    print(table(head, [cells for _, cells in rows], left=(0, 8, 9)) if rows else "no request in this recording")
+    shown = table(head, [cells for _, cells in rows], left=(0, 8, 9))
+    if is_terminal(sys.stdout) and max(map(len, shown.splitlines())) > width_of_output():  # the short name finds it too
+        shown = table(head[:-1], [cells[:-1] for _, cells in rows], left=(0, 8))
+    print(shown if rows else "no request in this recording")
 
 
 def _row(request: RequestStory, latency: Latency, start: int) -> list[str]:
@@ -102,21 +97,21 @@ def _print_story(recording: Recording, request_id: str, colour: bool) -> None:
     for line in lines:
         if line.process and line.process != process:
             process = line.process
-            print(ascii_if_needed(f"{BOLD}── {printable(process)}{RESET}" if colour else f"── {printable(process)}"))
+            print(ascii_if_needed(painted(f"── {printable(process)}", BOLD, colour)))
         print(ascii_if_needed(_line(line, zero, colour)))
 
 
 def _line(line: Line, zero: int, colour: bool) -> str:
     time = f"{(line.start_ns - zero) / 1e6:10.3f}"
     until = f" … {(line.end_ns - zero) / 1e6:.3f}" if line.end_ns > line.start_ns else ""
-    phase = f"{phase_colour(line.phase)}{line.phase}{RESET}" if colour else str(line.phase)
+    phase = painted(str(line.phase), phase_colour(line.phase), colour)
     return f"{time}{until:<12}  {phase}  {printable(line.text)}"
 
 
 def _print_summary(request: RequestStory, texts: dict[str, str], colour: bool) -> None:
     latency = of_request(request)
     title = f"request {short_id(request.request_id)} ({printable(request.request_id)})"
-    print(f"{BOLD}{title}{RESET}" if colour else title)
+    print(painted(title, BOLD, colour))
     for name, text in texts.items():
         print(f"  {name}: {printable(text)}")
     cached = f", {request.num_cached_tokens} found in the prefix cache" if request.num_cached_tokens else ""

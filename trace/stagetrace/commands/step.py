@@ -12,18 +12,9 @@ from stagetrace.event import Event
 from stagetrace.read.columns import arguments
 from stagetrace.read.lanes import engine_number
 from stagetrace.read.selection import names_request
-from stagetrace.read.terminal import (
-    BOLD,
-    DIM,
-    RESET,
-    add_colour,
-    ascii_if_needed,
-    milliseconds,
-    phase_colour,
-    short_id,
-    wants_colour,
-)
+from stagetrace.read.terminal import add_colour, ascii_if_needed, milliseconds, phase_colour, short_id
 from stagetrace.read.walk import EngineState, Place, Walk
+from stagetrace.terminal import BOLD, DIM, RawHelpFormatter, painted, wants_colour
 from stagetrace.text import printable
 from stagetrace.vocabulary import VOCABULARY
 
@@ -41,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The recording, and what the keys do."""
     add_run(parser)
     add_colour(parser)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.formatter_class = RawHelpFormatter
     parser.epilog = "Commands, from the keyboard or a script on stdin:\n" + HELP
 
 
@@ -169,7 +160,7 @@ class _Session:
         return self._req is None or (place.event.req is not None and names_request(self._req, place.event.req))
 
     def _paint(self, text: str, code: str) -> str:
-        return f"{code}{text}{RESET}" if self._colour else text
+        return painted(text, code, self._colour)
 
 
 def _begins(event: Event, step: int, engine: int | None) -> bool:

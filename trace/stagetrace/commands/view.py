@@ -14,7 +14,8 @@ from stagetrace.read.columns import Columns
 from stagetrace.read.folding import Folding
 from stagetrace.read.follow import Follower
 from stagetrace.read.selection import Selection, add_selection, selection_of
-from stagetrace.read.terminal import add_colour, ascii_if_needed, wants_colour, width_of_output
+from stagetrace.read.terminal import add_colour, ascii_if_needed
+from stagetrace.terminal import is_terminal, wants_colour, width_of_output
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     selection = selection_of(args)
     if args.limit is not None and args.limit < 1:
         raise TraceError(f"--limit {args.limit}: expected a number above 0")
-    whole = args.width is None and not sys.stdout.isatty()
+    whole = args.width is None and not is_terminal(sys.stdout)
     columns = Columns(args.width or width_of_output(), wants_colour(args.color), whole=whole)
     if args.follow:
         if not any(Path(args.run).glob("*.jsonl")):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from stagetrace.event import Event
-from stagetrace.read.terminal import BOLD, DIM, RESET, cut, milliseconds, phase_colour, short_id
+from stagetrace.read.terminal import cut, milliseconds, phase_colour, short_id
+from stagetrace.terminal import BOLD, DIM, RESET
 from stagetrace.text import printable
 
 _LEFT = 33  # columns before the first process: time, phase, step, request

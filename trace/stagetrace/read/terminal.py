@@ -1,38 +1,24 @@
-"""How recordings look in a terminal: colours, widths, times, short names, tables."""
+"""How recordings look in a terminal: the colours of phases, times, short names, tables."""
 
 from __future__ import annotations
 
 import argparse
-import os
 import re
-import shutil
 import sys
 from collections.abc import Sequence
 
 from stagetrace.ids import KIND
 from stagetrace.text import printable
 
-RESET, BOLD, DIM = "\x1b[0m", "\x1b[1m", "\x1b[2m"
 _PHASE_COLOURS = [90, 36, 36, 34, 34, 35, 33, 33, 32, 96]  # of phases 0-9; neighbours that belong together are alike
-PIPE_WIDTH = 120  # columns when the output is no terminal
 
 
 def add_colour(parser: argparse.ArgumentParser) -> None:
     """`--color`, as other programs call it."""
     parser.add_argument(
         "--color", choices=["auto", "always", "never"], default="auto",
-        help="auto: colours in a terminal, unless NO_COLOR is set",
+        help="auto: colours in a terminal, unless NO_COLOR is set; with FORCE_COLOR everywhere",
     )  # fmt: skip
-
-
-def wants_colour(choice: str) -> bool:
-    """What `--color` asks for, here and now."""
-    return choice == "always" or (choice == "auto" and sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
-
-
-def width_of_output() -> int:
-    """Columns of the terminal (COLUMNS overrides), or PIPE_WIDTH."""
-    return shutil.get_terminal_size((PIPE_WIDTH, 24)).columns
 
 
 def phase_colour(phase: int) -> str:

@@ -25,6 +25,9 @@ def say(config: VllmConfig, *more_sections: object) -> None:
     logger.info("Settings: %s", ", ".join(f"{name}={value}" for name, value in redact_values(shown).items()))
     if config.device_config.device == "cpu":
         logger.info("On the CPU (%s): %s", find_cores(), _how_it_computes(config))
+    for section in more_sections:
+        for warning in getattr(section, "warnings", tuple)():
+            logger.warning(warning)
     if model.load_format == "dummy":
         tokenizer = " and the tokenizer is a stand-in, a token per byte" if model.tokenizer_path is None else ""
         logger.warning("The weights are random%s (--load-format dummy): the answers mean nothing.", tokenizer)
