@@ -26,6 +26,8 @@ def children() -> set[psutil.Process]:
 
 def left(before: set[psutil.Process]) -> list[str]:
     """A line for each child that was not there before: how it is, and its command."""
+    if children() - before:
+        gc.collect()  # the renderer of templates, for one, ends its process when nobody holds it any more
     return [line for child in sorted(children() - before, key=lambda each: each.pid) if (line := _line(child))]
 
 
@@ -41,7 +43,7 @@ def _line(child: psutil.Process) -> str:
 
 def _started_with(pid: int) -> str:
     """The command of a child that has none any more, from whoever holds it; "" if nobody does."""
-    held = [each for each in gc.get_objects() if isinstance(each, subprocess.Popen) and each.pid == pid]
-    held += [each for each in subprocess._active or [] if each.pid == pid]  # type: ignore[attr-defined]
-    words = held[0].args if held else []
-    return words if isinstance(words, str) else shlex.join(map(str, words))
+    for each in gc.get_objects():
+        if issubclass(type(each), subprocess.Popen) and each.pid == pid:
+            return each.args if isinstance(each.args, str) else shlex.join(map(str, each.args))
+    return ""
