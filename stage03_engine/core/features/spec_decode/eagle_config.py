@@ -12,15 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import convert
 
-from stage03_engine.core.features.spec_decode.heads_files import (
-    Heads,
-    Shapes,
-    Tensors,
-    check_target,
-    logit_scale,
-    num_parameters,
-    parse_heads,
-)  # fmt: skip
+from stage03_engine.core.features.spec_decode.heads_files import Shapes, Tensors, num_parameters, parse_heads
 from stage03_engine.hf_config import Config
 from stage03_engine.model_shape import ModelShape
 from stage03_engine.plugins import wanted
@@ -45,7 +37,7 @@ def parse_eagle(given: dict[str, Any], values: Mapping[str, Any], files: ModelFi
     return parse_heads(given, values, files, own_name, read_head) | {"method": "eagle", "block_hash_lookahead": 1}
 
 
-def read_head(config: Config, target: ModelFiles, found: Tensors) -> Heads:
+def read_head(config: Config, target: ModelFiles, found: Tensors) -> tuple[dict[str, Any], Shapes]:
     """The shape of the head's layers, and which parts it has beside them. Raises ConfigError."""
     if isinstance(inner := config.values.get("model"), dict):
         config.values = inner | {key: value for key, value in config.values.items() if key != "model"}
@@ -57,14 +49,12 @@ def read_head(config: Config, target: ModelFiles, found: Tensors) -> Heads:
             config.refuse(
                 f"architecture {architecture} is not supported for a head; supported: {', '.join(ARCHITECTURES)}"
             )
-    check_target(config, target, "this head is")
     reader = wanted("architecture", "LlamaForCausalLM", "what reads the shape of a Llama, an EAGLE head's layer,")
     shape: ModelShape = replace(reader(config, "LlamaForCausalLM"), architecture="EagleLlamaForCausalLM")
     if shape.num_layers > MAX_LAYERS:
         config.refuse(f"{shape.num_layers} layers are more than {MAX_LAYERS}: this is a model and no head")
     parts = {"bias": config.flag("bias", "fc.bias" in found), "own_embedding": "embed_tokens.weight" in found}
-    own = parts | {"logit_scale": logit_scale(config)}
-    return Heads({"draft_shape": asdict(shape), "draft_heads": own}, tensors_of(shape, **parts))
+    return {"draft_shape": asdict(shape), "draft_heads": dict(parts)}, tensors_of(shape, **parts)
 
 
 def own_name(name: str) -> str | None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,51 +28,37 @@ Tensors = dict[str, tuple[str, list[int]]]
 """Name -> number format and shape of what a checkpoint has."""
 
 
-@dataclass(frozen=True)
-class Heads:
-    """What the config.json of heads says, read by their method."""
-
-    fields: dict[str, Any]  # of SpeculativeConfig, `draft_heads` among them
-    shapes: Shapes
-
-
 def parse_heads(
     given: dict[str, Any], values: Mapping[str, Any], files: ModelFiles, own_name: Callable[[str], str | None],
-    read: Callable[[Config, ModelFiles, Tensors], Heads],
+    read: Callable[[Config, ModelFiles, Tensors], tuple[dict[str, Any], Shapes]],
 ) -> dict[str, Any]:  # fmt: skip
-    """The internal fields of SpeculativeConfig. `own_name`: a checkpoint's name -> the heads', None for what they do not need; `read` may take more of
-    that kind out of the tensors that it is given, of which there are none with random weights. Raises ConfigError that names the key, or says why the
-    heads do not fit, and ModelNotFoundError."""
+    """The internal fields of SpeculativeConfig. `own_name`: a checkpoint's name -> the heads', None for what they do not need. `read` finds in their
+    config.json the fields that their method has, `draft_heads` among them, and the tensors that belong to them. It may take more that they do not need
+    out of those that it is given, of which there are none with random weights. Raises ConfigError that names the key, or says why the heads do not
+    fit, and ModelNotFoundError."""
     given = keys_of(given, KEYS)
     fields = parse_drafter(given)
     folder, dummy = find_heads(given["model"], values), values["load_format"] == "dummy"
     stored = {} if dummy else tensors_in(folder)
     found = {own: each for name, each in stored.items() if (own := own_name(name)) is not None}
-    heads = read(Config(folder / "config.json"), files, found)
+    config = Config(folder / "config.json")
+    own_fields, shapes = read(config, files, found)
+    for key, size in (("hidden_size", files.shape.hidden_size), ("vocab_size", files.shape.vocab_size)):
+        if (asked := config.size(key, size)) != size:
+            config.refuse(f"{key} is {asked}, and the target's {size}: these heads are another model's")
+    scale = config.values.get("logit_scale", 1.0)
+    if type(scale) not in (int, float) or not 0 < scale < 1e6:
+        config.refuse(f"logit_scale must be a number above 0, not {scale!r}")
+    own_fields["draft_heads"]["logit_scale"] = float(scale)
     if not dummy:
-        check_tensors(folder, found, heads.shapes)
+        check_tensors(folder, found, shapes)
     return fields | {
         "draft_model_path": str(folder),
         "draft_load_format": "dummy" if dummy else "auto",
         # heads count positions as the target does: whatever they were trained up to, they are asked beyond
         "draft_max_model_len": context(given, files.shape.max_position_embeddings, "the target's context"),
-        **heads.fields,
+        **own_fields,
     }
-
-
-def check_target(config: Config, target: ModelFiles, what: str) -> None:
-    """Raises ConfigError for heads of a model of other sizes."""
-    for key, own in (("hidden_size", target.shape.hidden_size), ("vocab_size", target.shape.vocab_size)):
-        if (found := config.size(key, own)) != own:
-            config.refuse(f"{key} is {found}, and the target's {own}: {what} another model's")
-
-
-def logit_scale(config: Config) -> float:
-    """What the logits of drafts are multiplied by. Raises ConfigError."""
-    scale = config.values.get("logit_scale", 1.0)
-    if type(scale) not in (int, float) or not 0 < scale < 1e6:
-        config.refuse(f"logit_scale must be a number above 0, not {scale!r}")
-    return float(scale)
 
 
 def num_parameters(shapes: Shapes) -> int:

@@ -5,14 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from stage03_engine.core.features.spec_decode.heads_files import (
-    Heads,
-    Tensors,
-    check_target,
-    logit_scale,
-    num_parameters,
-    parse_heads,
-)  # fmt: skip
+from stage03_engine.core.features.spec_decode.heads_files import Shapes, Tensors, num_parameters, parse_heads
 from stage03_engine.core.features.spec_decode.manifest import refused
 from stage03_engine.hf_config import Config
 
@@ -32,9 +25,8 @@ def parse_medusa(given: dict[str, Any], values: Mapping[str, Any], files: ModelF
     return fields | {"method": "medusa"}
 
 
-def read_heads(config: Config, target: ModelFiles, found: Tensors) -> Heads:
+def read_heads(config: Config, target: ModelFiles, found: Tensors) -> tuple[dict[str, Any], Shapes]:
     """The sizes of MedusaHeads. The checkpoints' makers call two of them by other names. Raises ConfigError."""
-    check_target(config, target, "these heads are")
     vocab = target.shape.vocab_size
     num_heads = config.size("num_heads", config.size("medusa_num_heads", 5))
     num_layers = config.size("num_hidden_layers", config.size("medusa_num_layers", 1))
@@ -55,9 +47,8 @@ def read_heads(config: Config, target: ModelFiles, found: Tensors) -> Heads:
         "bias": config.flag("medusa_fc_bias", False),
         "one_output_matrix": config.flag("original_lm_head", False),
         "kept_vocab_size": kept,
-        "logit_scale": logit_scale(config),
     }
-    return Heads({"draft_heads": sizes}, tensors_of(sizes))
+    return {"draft_heads": sizes}, tensors_of(sizes)
 
 
 def own_name(name: str) -> str:
@@ -65,7 +56,7 @@ def own_name(name: str) -> str:
     return name.removeprefix("medusa_heads.")
 
 
-def tensors_of(heads: Mapping[str, Any]) -> dict[str, list[list[int]]]:
+def tensors_of(heads: Mapping[str, Any]) -> Shapes:
     """Name -> the shapes that it may have, of all that a checkpoint of such heads holds: an output matrix may have rows of tokens that the heads do not know."""
     hidden, vocab, kept = heads["hidden_size"], heads["vocab_size"], heads["kept_vocab_size"]
     found: dict[str, list[list[int]]] = {} if kept == vocab else {"token_map": [[kept]]}
