@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 
 import fork_start
 import httpx
+import left_processes
 import pytest
 from hypothesis import HealthCheck, settings
 from patience import PATIENCE
@@ -75,6 +76,14 @@ def leaves_no_variable() -> Iterator[None]:
     """Commands, notebooks and torch's compiler set variables for their whole process, which here is pytest's."""
     yield
     restore_environment(at_first)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def leaves_no_process() -> Iterator[None]:
+    """What a module starts it ends, and waits for."""
+    before = left_processes.children()
+    yield
+    assert not (left := left_processes.left(before)), left
 
 
 @pytest.fixture(autouse=True)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from small_heads import plain_hidden, write_heads
 from torch import Tensor
 
 SMALL: dict[str, Any] = {
@@ -37,18 +36,7 @@ def random_head(config: dict[str, Any], seed: int = 0, scale: float = 0.05) -> d
 
 
 def write(folder: Path, tensors: dict[str, Tensor], **config: Any) -> str:
-    folder.mkdir(parents=True)
-    save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, folder / "model.safetensors")
-    (folder / "config.json").write_text(
-        json.dumps({key: value for key, value in (SMALL | config).items() if value is not None})
-    )
-    return str(folder)
-
-
-def plain_hidden(model: Any, token_ids: list[int]) -> Tensor:
-    """transformers' last hidden states of these tokens, [num_tokens, hidden_size], from one pass without a cache."""
-    with torch.inference_mode():
-        return model.base_model(torch.tensor([token_ids])).last_hidden_state[0]
+    return write_heads(folder, tensors, SMALL | config)
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -122,12 +122,18 @@ class MortalEcho(EchoCoreClient):
         self.may_start, self._is_dead = asyncio.Event(), False
         self.may_start.set()
         self.start_error: str | None = None
+        self.changes = False  # does it give other tokens than it should?
 
     async def start(self) -> EngineReady:
         await self.may_start.wait()
         if self.start_error is not None:
             raise EngineStartError(self.start_error)
         return await super().start()
+
+    def _next(self, running: Any) -> EngineCoreOutput:
+        output = super()._next(running)
+        output.new_token_ids = [token + self.changes for token in output.new_token_ids]
+        return output
 
     async def get_output_async(self) -> EngineCoreOutputs:
         outputs = await super().get_output_async()

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from functools import cache
+from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
 from stage03_engine.core.features.debug.scheduler_checks import check_invariants
+from stage03_engine.core.features.spec_decode.heads import HeadsHook
 from stage03_engine.llm import LLM
+from stage03_engine.model_path import BUNDLED_FOLDER
 from stage03_engine.params.structured_outputs import StructuredOutputsParams
 from stage03_engine.sampling_params import SamplingParams
 
 MAX_LEN = 96
+TINY = BUNDLED_FOLDER / "gpt2-tiny"
 COMMON: dict[str, Any] = {"max_model_len": MAX_LEN, "block_size": 4, "num_threads": 1}
 ROOMY = {"num_gpu_blocks_override": 400}
 SETTINGS = {
@@ -71,3 +79,60 @@ def check_the_same(name: str, plain: tuple[list[Answer], int], speculative_confi
     assert counts["drafted"] > counts["accepted"] > 0
     assert counts["preempted"] > 0 or "preemption" not in name
     assert name != "roomy" or counts["steps"] < plain[1]
+
+
+@cache
+def plain() -> tuple[list[Answer], int]:
+    """What an engine without drafts answers, and its number of steps."""
+    with LLM("gpt2-tiny", **COMMON | ROOMY) as llm:
+        return answers(llm), counts_of(llm)["steps"]
+
+
+@cache
+def target() -> GPT2LMHeadModel:
+    """The same model, of transformers."""
+    return GPT2LMHeadModel.from_pretrained(TINY).float().eval()
+
+
+def texts() -> list[list[int]]:
+    """The tokens of half of the plain answers with their prompts, which heads are fitted to, so that they are right now and then."""
+    with LLM("gpt2-tiny", **COMMON | ROOMY) as llm:
+        prompts = [llm.tokenizer.encode(prompt) for prompt in PROMPTS]
+    return [[*prompt, *answer[0]] for prompt, answer in zip(prompts, plain()[0])][::2]
+
+
+def small_llama(folder: Path) -> LlamaForCausalLM:
+    """Another target, saved in this folder: 48 numbers wide, with the vocabulary of gpt2-tiny."""
+    torch.manual_seed(2)
+    config = LlamaConfig(
+        vocab_size=2048, hidden_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=80,
+        max_position_embeddings=128, eos_token_id=1, bos_token_id=None,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def heads_of(llm: LLM) -> HeadsHook:
+    """What drafts with heads in an engine of this process."""
+    [hook] = [hook for hook in llm.engine_core._core.executor.worker.model_runner.hooks if isinstance(hook, HeadsHook)]
+    return hook
+
+
+Seen = list[tuple[list[int], list[int]]]
+
+
+def spy(llm: LLM) -> Seen:
+    """(tokens known, tokens drafted), filled from now on."""
+    hook, seen = heads_of(llm), Seen()
+    drafted, batch = hook.drafted, hook.runner.batch
+
+    def spied(scheduled: Any, scheduler_output: Any) -> Any:
+        drafts = drafted(scheduled, scheduler_output)
+        for request_id, token_ids in drafts.items():
+            row = batch.row_of[request_id]
+            seen.append((batch.token_ids[row, : batch.num_tokens[row]].tolist(), list(token_ids)))
+        return drafts
+
+    hook.drafted = spied  # type: ignore[method-assign]
+    return seen

@@ -1,4 +1,4 @@
-"""EAGLE heads: their guesses are those of plain passes over the whole text, and the tokens are the same as without them."""
+"""EAGLE heads: their guesses are those of plain passes over the whole text. test_heads.py has what holds for every kind of heads."""
 
 from __future__ import annotations
 
@@ -9,45 +9,29 @@ from typing import Any
 
 import pytest
 import torch
-from drafting import COMMON, PARAMS, PROMPTS, ROOMY, SETTINGS, answers, check_the_same, counts_of
+from drafting import COMMON, ROOMY, SETTINGS, TINY, Seen, answers, counts_of, heads_of, small_llama, spy, target, texts
 from safetensors.torch import load_file
 from small_eagle import SMALL, fitted_head, plain_drafts, random_head, write
 from torch import Tensor
-from transformers import GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from stage01_cli.main import main
 from stage03_engine.arg_utils import EngineArgs
-from stage03_engine.core.features.spec_decode.eagle import EagleHook
 from stage03_engine.core.features.spec_decode.eagle_config import plan
 from stage03_engine.core.kv_cache_size import kv_block_bytes
 from stage03_engine.errors import StagesError
 from stage03_engine.llm import LLM
-from stage03_engine.model_path import BUNDLED_FOLDER
 from stage03_engine.replay.replay import replay
 from stage03_engine.sampling_params import SamplingParams
 from stagetrace import read_run, trace
 
-TINY = BUNDLED_FOLDER / "gpt2-tiny"
 COUNT = 3
 
 
 @pytest.fixture(scope="module")
-def plain() -> tuple[list[tuple[Any, ...]], int]:
-    with LLM("gpt2-tiny", **COMMON | ROOMY) as llm:
-        return answers(llm), counts_of(llm)["steps"]
-
-
-@pytest.fixture(scope="module")
-def target() -> GPT2LMHeadModel:
-    return GPT2LMHeadModel.from_pretrained(TINY).float().eval()
-
-
-@pytest.fixture(scope="module")
-def learned(tmp_path_factory: pytest.TempPathFactory, plain: tuple[list[Any], int], target: GPT2LMHeadModel) -> str:
-    """A head that is right now and then: fitted to a part of the plain answers."""
-    with LLM("gpt2-tiny", **COMMON | ROOMY) as llm:
-        texts = [llm.tokenizer.encode(prompt) + list(answer[0]) for prompt, answer in zip(PROMPTS, plain[0])]
-    return write(tmp_path_factory.mktemp("heads") / "learned", fitted_head(SMALL, target, texts[::2]))
+def learned(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A head that is right now and then."""
+    return write(tmp_path_factory.mktemp("heads") / "learned", fitted_head(SMALL, target(), texts()))
 
 
 @pytest.fixture(scope="module")
@@ -66,50 +50,7 @@ def spec(model: str, count: int = COUNT, **more: Any) -> dict[str, Any]:
     return {"method": "eagle", "model": model, "num_speculative_tokens": count} | more
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_the_same_tokens_with_and_without(name: str, plain: tuple[list[Any], int], learned: str) -> None:
-    check_the_same(name, plain, spec(learned))
-
-
-def test_several_workers_draft_alike(plain: tuple[list[Any], int], learned: str) -> None:
-    """Each has all of the head, and a part of the embedding and of the output matrix that it shares."""
-    found = []
-    for workers in (1, 2):
-        settings = COMMON | ROOMY | {"tensor_parallel_size": workers, "speculative_config": spec(learned)}
-        with LLM("gpt2-tiny", **settings) as llm:
-            # no grammar: when it is ready depends on the clock, and the number of steps on that
-            assert answers(llm, PROMPTS[:5], PARAMS[:5]) == plain[0][:5]
-            found.append(counts_of(llm))
-    assert found[0] == found[1] and found[0]["accepted"] > 0
-
-
-@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
-def test_other_ways_to_draft_leave_greedy_tokens_alone(method: str, plain: tuple[list[Any], int], learned: str) -> None:
-    with LLM("gpt2-tiny", **COMMON | ROOMY, speculative_config=spec(learned, draft_sample_method=method)) as llm:
-        found = answers(llm)
-        assert counts_of(llm)["accepted"] > 0
-    for params, mine, wanted in zip(PARAMS, found, plain[0]):
-        assert mine == wanted or (method == "probabilistic" and not params.greedy)
-
-
-def spy(llm: LLM) -> list[tuple[list[int], list[int]]]:
-    """(tokens known, tokens drafted), filled from now on."""
-    runner = llm.engine_core._core.executor.worker.model_runner
-    [hook] = [hook for hook in runner.hooks if isinstance(hook, EagleHook)]
-    drafted, seen = hook.drafted, list[tuple[list[int], list[int]]]()
-
-    def spied(scheduled: Any, scheduler_output: Any) -> Any:
-        drafts = drafted(scheduled, scheduler_output)
-        for request_id, token_ids in drafts.items():
-            row = runner.batch.row_of[request_id]
-            seen.append((runner.batch.token_ids[row, : runner.batch.num_tokens[row]].tolist(), list(token_ids)))
-        return drafts
-
-    hook.drafted = spied
-    return seen
-
-
-def check_drafts(seen: list[tuple[list[int], list[int]]], folder: str, model: Any) -> int:
+def check_drafts(seen: Seen, folder: str, model: Any) -> int:
     """Whatever is drafted is what the twin says of the tokens that were known then. Returns how many guesses that were."""
     tensors = load_file(Path(folder) / "model.safetensors")
     config = json.loads((Path(folder) / "config.json").read_text())
@@ -133,9 +74,7 @@ def branching(rng: random.Random) -> list[list[int]]:
         ("preemption, small chunks", "learned"),
     ],
 )  # fmt: skip
-def test_the_drafts_are_those_of_plain_passes(
-    name: str, head: str, target: GPT2LMHeadModel, request: pytest.FixtureRequest
-) -> None:
+def test_the_drafts_are_those_of_plain_passes(name: str, head: str, request: pytest.FixtureRequest) -> None:
     """Whatever happened to the request before: chunks, a shared beginning that goes on otherwise, drafts that stood and fell, preemption."""
     folder, rng = request.getfixturevalue(head), random.Random(5)
     settings = SETTINGS[name] | {"speculative_config": spec(folder)}
@@ -147,18 +86,12 @@ def test_the_drafts_are_those_of_plain_passes(
         llm.generate([prompt[:9] for prompt in first], params)  # what is cached goes on with other tokens
         assert counts_of(llm)["preempted"] > 0 or "preemption" not in name
         assert llm.engine_core._core.scheduler.stats.prefix_cache_hits > 0
-    assert check_drafts(seen, folder, target) > 300
+    assert check_drafts(seen, folder, target()) > 300
 
 
 def test_the_head_of_a_llama(tmp_path: Path) -> None:
     """Any target: the head sees its token embedding, its last hidden states and its output matrix only."""
-    torch.manual_seed(2)
-    config = LlamaConfig(
-        vocab_size=2048, hidden_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=80,
-        max_position_embeddings=128, eos_token_id=1, bos_token_id=None,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
-    model.save_pretrained(tmp_path / "llama")
+    model = small_llama(tmp_path / "llama")
     own = {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 3}
     head = write(tmp_path / "head", random_head(SMALL | own, scale=0.3), **own)
     settings = COMMON | ROOMY | {"tokenizer": str(TINY)}
@@ -179,23 +112,6 @@ def test_a_block_is_found_by_those_who_go_on_with_the_same_token(learned: str) -
                 before = llm.engine_core._core.scheduler.stats.prefix_cache_hits
                 llm.generate([[1, 2, 3, 4, 5, 6, 7, 8, *last]], params)
                 assert llm.engine_core._core.scheduler.stats.prefix_cache_hits - before == wanted
-
-
-def test_it_drafts_up_to_a_length(learned: str) -> None:
-    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
-    with LLM("gpt2-tiny", **COMMON | ROOMY) as plain, LLM("gpt2-tiny", **COMMON | ROOMY, speculative_config=spec(learned, max_model_len=16)) as llm:  # fmt: skip
-        seen = spy(llm)
-        assert answers(llm, [[5, 6, 7, 8]], [params]) == answers(plain, [[5, 6, 7, 8]], [params])
-    assert max(len(known) + len(drafts) for known, drafts in seen) == 16
-
-
-def test_a_random_head_beside_random_weights(tmp_path: Path) -> None:
-    folder = write(tmp_path / "head", {}, hidden_size=768, vocab_size=50257)
-    (tmp_path / "head" / "model.safetensors").unlink()
-    settings = {"load_format": "dummy", "num_gpu_blocks_override": 40, "max_model_len": 32, "tokenizer": str(TINY)}
-    with LLM("gpt2", **settings, speculative_config=spec(folder, 2)) as llm:
-        llm.generate([[5]], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
-        assert counts_of(llm)["drafted"] > 0
 
 
 def test_trace_and_replay(tmp_path: Path, learned: str) -> None:
@@ -221,23 +137,17 @@ def test_trace_and_replay(tmp_path: Path, learned: str) -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({}, {"hidden_size": 48}, "config.json: hidden_size is 48, and the target's 256: this head is another model's"),
-    ({}, {"vocab_size": 2049}, "vocab_size is 2049, and the target's 2048"),
     ({}, {"num_hidden_layers": 9}, "9 layers are more than 8: this is a model and no head"),
     ({}, {"num_attention_heads": None}, "num_attention_heads must be a positive integer, not None"),
     ({}, {"num_key_value_heads": 3}, "num_attention_heads = 4 is not a multiple of num_key_value_heads = 3"),
     ({}, {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported, only 'silu'"),
-    ({}, {"logit_scale": []}, "logit_scale must be a number above 0"),
     ({}, {"bias": 1}, "bias must be true or false"),
     ({}, {"bias": True}, "the checkpoint lacks 1 tensors: fc.bias"),
     ({}, {"add_para_norm": True}, "add_para_norm = True is not supported"),
     ({}, {"truncated_vocab_size": 100}, "truncated_vocab_size = 100 is not supported"),
     ({}, {"speculators_model_type": "eagle"}, "speculators_model_type = 'eagle' is not supported"),
     ({}, {"architectures": ["Qwen2ForCausalLM"]}, "architecture Qwen2ForCausalLM is not supported for a head"),
-    ({"model": "gpt2-tiny-head"}, {}, "speculative_config: model 'gpt2-tiny-head' is neither a folder"),
     ({"method": "eagle3"}, {}, "method 'eagle3' .a head on hidden states from the middle of the target.* is not built"),
-    ({"async_scheduling": True}, {}, "drafts follow from tokens that are not known yet"),
-    ({"pipeline_parallel_size": 2}, {}, "only the last stage would know which drafts were accepted"),
 ]
 
 
@@ -245,49 +155,34 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 def test_what_does_not_fit_is_refused_in_one_line(
     given: dict[str, Any], config: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    folder, own = write(tmp_path / "head", random_head(SMALL), **config), spec("") | given
-    settings = {key: own.pop(key) for key in list(own) if key in ("async_scheduling", "pipeline_parallel_size")}
+    folder = write(tmp_path / "head", random_head(SMALL), **config)
     with pytest.raises(StagesError, match=message) as refused:
-        EngineArgs.from_kwargs(
-            model="gpt2-tiny", speculative_config=own | {"model": own["model"] or folder}, **settings
-        )
+        EngineArgs.from_kwargs(model="gpt2-tiny", speculative_config=spec(folder) | given)
     assert "\n" not in str(refused.value)
 
 
-def test_tensors_that_do_not_fit_are_refused_by_name_before_the_engine_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tensors, key = random_head(SMALL), "layers.0.self_attn.k_proj.weight"
-    broken: dict[str, tuple[dict[str, Tensor], dict[str, Any]]] = {
-        f"the checkpoint lacks 1 tensors: {key}": ({k: v for k, v in tensors.items() if k != key}, {}),
-        "a tensor that the model does not know: layers.0.input_layernorm.weight": (tensors | {"layers.0.input_layernorm.weight": torch.ones(256)}, {}),
-        f"{key} has shape [2, 256], the configuration says [128, 256]": (tensors | {key: torch.zeros(2, 256)}, {}),
-        f"{key} has shape [128, 256], the configuration says [64, 256]": (tensors, {"num_key_value_heads": 1}),
-        f"{key} holds I8; quantized weights are not supported": (tensors | {key: torch.zeros(128, 256, dtype=torch.int8)}, {}),
-        "embed_tokens.weight has shape [5, 256]": (tensors | {"embed_tokens.weight": torch.zeros(5, 256)}, {}),
-    }  # fmt: skip
-    for number, (message, (stored, config)) in enumerate(broken.items()):
-        given = json.dumps(spec(write(tmp_path / str(number), stored, **config)))
-        assert main(["serve", "gpt2-tiny", "--dry-run", "--speculative-config", given]) == 2
-        said = capsys.readouterr().err
-        assert message in said and "Traceback" not in said and len(said.strip().splitlines()) == 1
-    cut = tmp_path / "0" / "model.safetensors"
-    cut.write_bytes(cut.read_bytes()[:100])
-    assert main(["serve", "gpt2-tiny", "--dry-run", "--speculative-config", json.dumps(spec(str(cut.parent)))]) == 2
-    assert "cannot read the weights in" in capsys.readouterr().err
+def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
+    """Those that depend on its form."""
+    tensors = random_head(SMALL)
+    broken: list[tuple[dict[str, Tensor], dict[str, Any], str]] = [
+        ({"layers.0.input_layernorm.weight": torch.ones(256)}, {}, "does not know: layers.0.input_layernorm.weight"),
+        ({}, {"num_key_value_heads": 1}, "k_proj.weight has shape .128, 256., the configuration says .64, 256."),
+        ({"embed_tokens.weight": torch.zeros(5, 256)}, {}, "embed_tokens.weight has shape .5, 256."),
+    ]
+    for number, (more, config, message) in enumerate(broken):
+        folder = write(tmp_path / str(number), tensors | more, **config)
+        with pytest.raises(StagesError, match=message):
+            EngineArgs.from_kwargs(model="gpt2-tiny", speculative_config=spec(folder))
 
 
 def test_a_foreign_checkpoint_is_no_head(tmp_path: Path, learned: str) -> None:
-    """An ordinary Llama, a head whose numbers are broken, and one as vLLM and others write it."""
+    """An ordinary Llama; and one is, as vLLM and others write it."""
     torch.manual_seed(0)
     sizes = {key: SMALL[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")}  # fmt: skip
     LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1)).save_pretrained(tmp_path / "llama")
     with pytest.raises(StagesError, match="the checkpoint lacks 1 tensors: fc.weight"):
         EngineArgs.from_kwargs(model="gpt2-tiny", speculative_config=spec(str(tmp_path / "llama")))
     tensors = load_file(Path(learned) / "model.safetensors")
-    broken = write(tmp_path / "nan", tensors | {"fc.weight": torch.full((256, 512), torch.nan)})
-    with pytest.raises(StagesError, match="fc.weight holds NaN or infinity"):
-        LLM("gpt2-tiny", **COMMON | ROOMY, speculative_config=spec(broken))
     named = {f"model.{name}": tensor for name, tensor in tensors.items()}
     named |= {"lm_head.weight": torch.zeros(3, 3), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(2)}
     inner = dict.fromkeys(SMALL) | {"model": SMALL, "model_type": "eagle", "architectures": ["EAGLEModel"]}
@@ -319,8 +214,8 @@ def test_the_plan_of_the_memory_counts_every_number(
     assert float(shown["eagle_head"][1]) == pytest.approx(4 * count / 2**20, abs=0.06)
     with LLM("gpt2-tiny", **COMMON | ROOMY, speculative_config=spec(folder)) as llm:
         runner = llm.engine_core._core.executor.worker.model_runner
-        [hook] = [hook for hook in runner.hooks if isinstance(hook, EagleHook)]
-        assert sum(parameter.numel() for parameter in hook.head.parameters()) == count
+        hook = heads_of(llm)
+        assert sum(parameter.numel() for parameter in hook.heads.parameters()) == count
         held = sum(cache.nbytes for cache in (*runner.kv_caches, *hook.kv_caches))
         assert held == 400 * kv_block_bytes(llm.vllm_config)
 

@@ -15,18 +15,11 @@ import signal
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 
 from stage03_engine.args.processes import RENDEZVOUS, exit_reason, private_folder
 from stage03_engine.config import VllmConfig
-from stage03_engine.core.features.distributed.several_workers import (
-    SeveralWorkers,
-    all_ranks,
-    check_devices,
-    lane_of,
-    threads_each,
-)
+from stage03_engine.core.features.distributed.several_workers import SeveralWorkers, check_devices, threads_each
 from stage03_engine.core.features.distributed.spawned_workers import SpawnedWorkers, loopback, worker_environment
 from stage03_engine.core.features.distributed.worker_links import Message, WorkerLinks, WorkerPipes
 from stage03_engine.core.features.distributed.worker_messages import (
@@ -40,11 +33,9 @@ from stage03_engine.core.features.distributed.worker_messages import (
     WorkerInit,
     decode_answer,
     decode_failed,
-    decode_output,
     encode,
     error_of,
 )
-from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
 from stage03_engine.errors import StagesError
 from stagetrace import trace
 
@@ -233,13 +224,10 @@ class MultiprocExecutor(SeveralWorkers):
     processes: type[WorkerProcesses] = WorkerProcesses
 
     def __init__(self, config: VllmConfig) -> None:
-        self.config = config
-        every = all_ranks(config)
+        super().__init__(config)
         check_devices(config, config.parallel_config.local_world_size)
-        self._output_rank = next(each.rank for each in every if each.is_last_stage)
-        self.workers = self.processes(config, [lane_of(config, each) for each in every])
+        self.workers = self.processes(config, self.lanes)
         self._end = weakref.finalize(self, self.workers.close)  # also when the executor is dropped without a shutdown
-        self._in_flight: deque[int] = deque()  # numbers of steps
         if trace.on:
             trace.emit("executor.created", kind="MultiprocExecutor")
         try:
@@ -251,29 +239,20 @@ class MultiprocExecutor(SeveralWorkers):
     def call_all(self, method: str, argument: int | None = None) -> list[int]:
         self.workers.send(CALL, encode(WorkerCall(method, argument)))
         results: dict[int, int] = {}
-        while len(results) < len(self.block_bytes):
+        while len(results) < len(self.lanes):
             rank, (_, payload, _) = self.workers.receive()
             answer = decode_answer(payload)
             assert not isinstance(answer, WorkerHello)
             results[rank] = answer.value
-        return [results[rank] for rank in range(len(self.block_bytes))]
+        return [results[rank] for rank in range(len(self.lanes))]
 
-    def begin_step(self, scheduler_output: SchedulerOutput) -> None:
-        payload = encode(scheduler_output)
-        sent = None
-        if trace.on:
-            size, count = len(payload), len(self.block_bytes)
-            sent = trace.emit("executor.step_sent", step=scheduler_output.step, bytes=size, workers=count)
-        self.workers.send(STEP, payload, (sent or "").encode())
-        self._in_flight.append(scheduler_output.step)
+    def send_step(self, payload: bytes, cause: bytes) -> None:
+        self.workers.send(STEP, payload, cause)
 
-    def finish_step(self) -> ModelRunnerOutput:
+    def receive_step(self, sent: None) -> tuple[bytes, bytes]:
         rank, (kind, payload, cause) = self.workers.receive()
         assert kind == STEP and rank == self._output_rank
-        step = self._in_flight.popleft()
-        if trace.on:
-            trace.emit("executor.output_received", step=step, cause=cause.decode() or None, bytes=len(payload))
-        return decode_output(payload)
+        return payload, cause
 
     def on_failure(self, report: Callable[[str], None]) -> None:
         self.workers.on_failure(report)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from stage03_engine.core.features.distributed import stages
+from stage03_engine.core.features.distributed import stage_ends, stages
 from stage03_engine.core.features.distributed.parallel_layers import TensorParallelModel, make_parallel
 from stage03_engine.core.features.distributed.parallel_state import ranks
 from stage03_engine.core.features.distributed.sharded_weights import cut_vocabulary, own_slices
@@ -31,5 +31,6 @@ class ParallelModelHook(RunnerHook):
         own = ranks()
         if own.tp_size > 1:
             make_parallel(model, own)
-        stages.install_ends(model, self.runner)
+        if own.pp_size > 1:
+            stage_ends.install_ends(model, self.runner, own)
         return TensorParallelModel(model, self.config.shape.vocab_size) if own.tp_size > 1 else model

@@ -94,11 +94,11 @@ def _exchange() -> Iterator[None]:
 
 
 @contextmanager
-def _span(kind: str, num_bytes: int) -> Iterator[None]:
-    if trace.on:
-        trace.emit("worker.collective", ph="B", step=_step, kind=kind, bytes=num_bytes)
+def _span(kind: str, num_bytes: int) -> Iterator[str | None]:
+    """Gives the reference of the event at its beginning."""
+    begun = trace.emit("worker.collective", ph="B", step=_step, kind=kind, bytes=num_bytes) if trace.on else None
     with _exchange():
-        yield
+        yield begun
     if trace.on:
         trace.emit("worker.collective", ph="E", step=_step, kind=kind, bytes=num_bytes)
 
@@ -135,15 +135,12 @@ def all_gather(x: Tensor) -> Tensor:
 
 def send_to_next_stage(x: Tensor, linked: bool = False) -> None:
     """Hand `x` to the worker with the same slice of the next stage. `linked`: its event will name this one as its cause."""
-    sent = trace.emit("worker.collective", ph="B", step=_step, kind="send", bytes=x.nbytes) if trace.on else None
     there = _ranks.rank + _ranks.tp_size
-    with _exchange():
+    with _span("send", x.nbytes) as sent:
         dist.send(x.contiguous(), there)
         if linked:
             pid, _, number = (sent or "0:0").partition(":")
             dist.send(torch.tensor([int(pid), int(number)], device=x.device), there)
-    if trace.on:
-        trace.emit("worker.collective", ph="E", step=_step, kind="send", bytes=x.nbytes)
 
 
 def receive_from_previous_stage(like: Tensor, linked: bool = False) -> Tensor:

@@ -1,19 +1,29 @@
-"""One of several workers: the walk's Worker with a place among others (vllm/v1/worker/worker_base.py, WorkerWrapperBase)."""
+"""One of several workers: the walk's Worker with a place among others (vllm/v1/worker/worker_base.py, WorkerWrapperBase), and what the process
+does that has it alone."""
 
 from __future__ import annotations
 
+import gc
+import os
+import time
 from dataclasses import replace
 
 import torch
 
+from stage03_engine.args.log import enter_process
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.features.distributed.parallel_state import destroy_distributed, init_distributed, trace_step
 from stage03_engine.core.features.distributed.ranks import Ranks
+from stage03_engine.core.features.distributed.worker_links import LinkToExecutor
 from stage03_engine.core.features.distributed.worker_messages import (
+    CALL,
     SHUTDOWN,
+    STEP,
     WorkerCall,
+    WorkerHello,
     WorkerInit,
     WorkerResult,
+    decode_call,
     decode_step,
     encode,
 )
@@ -21,8 +31,10 @@ from stage03_engine.core.kv_cache_size import kv_block_bytes
 from stage03_engine.core.worker import Worker
 from stage03_engine.errors import StagesError
 from stage03_engine.mixins import load
+from stage03_engine.tracing import open_trace
 from stagetrace import trace
 
+FLUSH_MS = 50
 RANK_CONFIG = "stage03_engine.core.features.distributed.rank_config:rank_config"
 
 
@@ -93,3 +105,47 @@ class RankWorker:
         """Leave the others, and release the memory."""
         self.worker.shutdown()
         destroy_distributed()
+
+
+def start_worker(init: WorkerInit, lane: str) -> RankWorker:
+    """The worker of this process, whose trace, log and name begin here. Raises as RankWorker does."""
+    open_trace(init.config, run_id=init.run_id)
+    enter_process(lane, init.config)
+    worker = RankWorker(init)
+    if trace.on:
+        trace.emit("worker.ready", rank=init.rank, cause=init.cause)
+    return worker
+
+
+def shake_hands(link: LinkToExecutor, rank: int, lane: str) -> RankWorker:
+    """hello -> init -> loaded. Trace events are held until the configuration arrives."""
+    cause = trace.emit("worker.hello", rank=rank) if trace.on else None
+    link.send(CALL, encode(WorkerHello(os.getpid(), time.monotonic_ns(), cause)))
+    _, payload, _ = link.receive()
+    init = decode_call(payload)
+    assert isinstance(init, WorkerInit)
+    worker = start_worker(init, lane)
+    gc.collect()
+    gc.freeze()  # the model and the modules live as long as the process: the collector need not scan them again
+    link.send(CALL, encode(worker.loaded()))
+    return worker
+
+
+def serve(link: LinkToExecutor, worker: RankWorker) -> None:
+    """Steps and calls in the order in which they come, until the executor asks for the end."""
+    while True:
+        if trace.on and not link.poll(FLUSH_MS):
+            trace.flush()
+        kind, payload, cause = link.receive()
+        if kind == STEP:
+            answer = worker.step(payload, cause)
+            if answer is not None:
+                link.send(STEP, *answer)
+            continue
+        call = decode_call(payload)
+        assert isinstance(call, WorkerCall)
+        if trace.on and call.method == SHUTDOWN:
+            trace.emit("worker.stopped")
+        link.send(CALL, encode(worker.call(call)))
+        if call.method == SHUTDOWN:
+            return

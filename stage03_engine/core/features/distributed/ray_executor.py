@@ -20,14 +20,13 @@ import socket
 import sys
 import tempfile
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from stage03_engine.args.processes import PREFIX, RENDEZVOUS
 from stage03_engine.config import VllmConfig
-from stage03_engine.core.features.distributed.several_workers import SeveralWorkers, all_ranks, lane_of, threads_each
+from stage03_engine.core.features.distributed.several_workers import SeveralWorkers, threads_each
 from stage03_engine.core.features.distributed.worker_messages import (
     CALL,
     FAILED,
@@ -40,12 +39,10 @@ from stage03_engine.core.features.distributed.worker_messages import (
     decode_answer,
     decode_call,
     decode_failed,
-    decode_output,
     encode,
     error_of,
     failure_of,
 )
-from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
 from stage03_engine.errors import ConfigError
 from stagetrace import trace
 
@@ -79,17 +76,11 @@ class RayWorker:
         return self._answer(self._start, payload)
 
     def _start(self, payload: bytes) -> Answer:
-        from stage03_engine.args.log import enter_process
-        from stage03_engine.core.features.distributed.rank_worker import RankWorker
-        from stage03_engine.tracing import open_trace
+        from stage03_engine.core.features.distributed.rank_worker import start_worker
 
         init = decode_call(payload)
         assert isinstance(init, WorkerInit)
-        open_trace(init.config, run_id=init.run_id)
-        enter_process(self._lane, init.config)
-        self._worker = RankWorker(init)
-        if trace.on:
-            trace.emit("worker.ready", rank=init.rank, cause=init.cause)
+        self._worker = start_worker(init, self._lane)
         return CALL, encode(self._worker.loaded()), b""
 
     def step(self, payload: bytes, cause: bytes) -> Answer:
@@ -123,21 +114,17 @@ class RayDistributedExecutor(SeveralWorkers):
     """Actors in a placement group."""
 
     def __init__(self, config: VllmConfig) -> None:
-        self.config = config
+        super().__init__(config)
         self._ray = ray = import_ray()
-        every = all_ranks(config)
-        self.lanes = [lane_of(config, each) for each in every]
-        self._output_rank = next(each.rank for each in every if each.is_last_stage)
         self._actors: list[Any] = []
         self._group: Any = None
-        self._in_flight: deque[tuple[int, list[Any]]] = deque()
         self._closing = False
         self._meeting = ""
         self._own_cluster = not ray.is_initialized()
         if self._own_cluster:
             _join_cluster(ray)
         try:
-            self._group = self._find_place(len(every))
+            self._group = self._find_place(len(self.lanes))
             self._start_actors()
             if trace.on:
                 trace.emit("executor.created", kind="RayDistributedExecutor")
@@ -223,20 +210,12 @@ class RayDistributedExecutor(SeveralWorkers):
         payload = encode(WorkerCall(method, argument))
         return self._values([actor.call.remote(payload) for actor in self._actors])
 
-    def begin_step(self, scheduler_output: SchedulerOutput) -> None:
-        payload, sent = encode(scheduler_output), None
-        if trace.on:
-            size, count = len(payload), len(self._actors)
-            sent = trace.emit("executor.step_sent", step=scheduler_output.step, bytes=size, workers=count)
-        refs = [actor.step.remote(payload, (sent or "").encode()) for actor in self._actors]
-        self._in_flight.append((scheduler_output.step, refs))
+    def send_step(self, payload: bytes, cause: bytes) -> list[Any]:
+        return [actor.step.remote(payload, cause) for actor in self._actors]
 
-    def finish_step(self) -> ModelRunnerOutput:
-        step, refs = self._in_flight.popleft()
-        [(_, payload, cause)] = self._wait(refs, [refs[self._output_rank]])
-        if trace.on:
-            trace.emit("executor.output_received", step=step, cause=cause.decode() or None, bytes=len(payload))
-        return decode_output(payload)
+    def receive_step(self, sent: list[Any]) -> tuple[bytes, bytes]:
+        [(_, payload, cause)] = self._wait(sent, [sent[self._output_rank]])
+        return payload, cause
 
     def on_failure(self, report: Callable[[str], None]) -> None:
         ends = [actor.wait_for_end.remote() for actor in self._actors]

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import deque
+from typing import Any
 
 import torch
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.features.distributed.ranks import Ranks
+from stage03_engine.core.features.distributed.worker_messages import decode_output, encode
 from stage03_engine.core.kv_cache_size import CPU_DEFAULT_BYTES
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
 from stage03_engine.core.worker import Executor
 from stage03_engine.errors import ConfigError
+from stagetrace import trace
 
 
 class SeveralWorkers(Executor):
@@ -20,21 +24,42 @@ class SeveralWorkers(Executor):
     Several steps may be in flight: `begin_step` hands one to the workers, `finish_step` waits for the oldest.
     """
 
-    config: VllmConfig
     block_bytes: list[int]
     """Of each worker: bytes of one KV-cache block."""
+
+    def __init__(self, config: VllmConfig) -> None:
+        self.config = config
+        every = all_ranks(config)
+        self.lanes = [lane_of(config, each) for each in every]
+        self._output_rank = next(each.rank for each in every if each.is_last_stage)
+        self._in_flight: deque[tuple[int, Any]] = deque()  # number of a step, what `send_step` returned
 
     @abstractmethod
     def call_all(self, method: str, argument: int | None = None) -> list[int]:
         """Call a method of every worker. Returns the results by rank. Raises what a worker raised."""
 
     @abstractmethod
-    def begin_step(self, scheduler_output: SchedulerOutput) -> None:
-        """Hand a decision to the workers, who run decisions in order. Raises WorkerDiedError."""
+    def send_step(self, payload: bytes, cause: bytes) -> Any:
+        """Hand an encoded decision to the workers, who run decisions in order. Returns what `receive_step` needs. Raises WorkerDiedError."""
 
     @abstractmethod
+    def receive_step(self, sent: Any) -> tuple[bytes, bytes]:
+        """The encoded output of a step, from the output rank, and its cause. Raises WorkerDiedError, and what a worker raised."""
+
+    def begin_step(self, scheduler_output: SchedulerOutput) -> None:
+        """Hand a decision to the workers. Raises WorkerDiedError."""
+        payload, step, cause = encode(scheduler_output), scheduler_output.step, None
+        if trace.on:
+            cause = trace.emit("executor.step_sent", step=step, bytes=len(payload), workers=len(self.lanes))
+        self._in_flight.append((step, self.send_step(payload, (cause or "").encode())))
+
     def finish_step(self) -> ModelRunnerOutput:
         """The output of the oldest step that has begun. Raises WorkerDiedError, and what a worker raised."""
+        step, sent = self._in_flight.popleft()
+        payload, cause = self.receive_step(sent)
+        if trace.on:
+            trace.emit("executor.output_received", step=step, cause=cause.decode() or None, bytes=len(payload))
+        return decode_output(payload)
 
     def kv_block_bytes(self) -> int:
         return max(self.block_bytes)

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from stage03_engine.core.features.distributed.ranks import Ranks
-    from stage03_engine.core.model_runner import ModelRunner
 
 PARTITION = "VLLM_PP_LAYER_PARTITION"
 """The variable that says how many layers each stage has: 5,7."""
@@ -107,12 +106,3 @@ def leave_out(model: nn.Module, shape: ModelShape, own: Ranks) -> None:
         if module is not None and not has_part(part, shape, own):
             for name in list(module._parameters):
                 module.register_parameter(name, None)
-
-
-def install_ends(model: nn.Module, runner: ModelRunner) -> None:
-    """Connect the loaded model of this worker's stage with the neighbouring stages."""
-    from stage03_engine.core.features.distributed import stage_ends
-    from stage03_engine.core.features.distributed.parallel_state import ranks
-
-    if ranks().pp_size > 1:
-        stage_ends.install_ends(model, runner, ranks())

@@ -8,7 +8,6 @@ Source: vllm/v1/executor/multiproc_executor.py (WorkerProc).
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,10 +16,8 @@ from stage03_engine.args.processes import end_with_parent
 from stagetrace import trace
 
 if TYPE_CHECKING:
-    from stage03_engine.core.features.distributed.rank_worker import RankWorker
     from stage03_engine.core.features.distributed.worker_links import LinkToExecutor
 
-FLUSH_MS = 50
 PIPE = "pipe:"
 
 
@@ -31,12 +28,13 @@ def run_worker(how: str, rank: int, lane: str) -> int:
     link = _connect(how, rank)
     # From here on modules are imported that take seconds: the watch has begun before.
     from stage03_engine.core.features.distributed.parallel_state import ExchangeError
+    from stage03_engine.core.features.distributed.rank_worker import serve, shake_hands
     from stage03_engine.core.features.distributed.worker_messages import FAILED, encode, failure_of
     from stage03_engine.errors import StagesError
     from stage03_engine.tracing import trace_message
 
     try:
-        _serve(link, _start(link, rank, lane))
+        serve(link, shake_hands(link, rank, lane))
     except Exception as error:
         if trace.on:
             trace.emit("worker.failed", message=trace_message(error))
@@ -58,67 +56,6 @@ def _connect(how: str, rank: int) -> LinkToExecutor:
     from stage03_engine.core.features.distributed.machines.links import RouterToExecutor
 
     return RouterToExecutor(how, rank)
-
-
-def _start(link: LinkToExecutor, rank: int, lane: str) -> RankWorker:
-    """hello -> init -> loaded. Trace events are held until the configuration arrives."""
-    import gc
-    import time
-
-    from stage03_engine.args.log import enter_process
-    from stage03_engine.core.features.distributed.rank_worker import RankWorker
-    from stage03_engine.core.features.distributed.worker_messages import (
-        CALL,
-        WorkerHello,
-        WorkerInit,
-        decode_call,
-        encode,
-    )
-    from stage03_engine.tracing import open_trace
-
-    cause = trace.emit("worker.hello", rank=rank) if trace.on else None
-    link.send(CALL, encode(WorkerHello(os.getpid(), time.monotonic_ns(), cause)))
-    _, payload, _ = link.receive()
-    init = decode_call(payload)
-    assert isinstance(init, WorkerInit)
-    open_trace(init.config, run_id=init.run_id)
-    enter_process(lane, init.config)
-    worker = RankWorker(init)
-    gc.collect()
-    gc.freeze()  # the model and the modules live as long as the process: the collector need not scan them again
-    if trace.on:
-        trace.emit("worker.ready", rank=rank, cause=init.cause)
-    link.send(CALL, encode(worker.loaded()))
-    return worker
-
-
-def _serve(link: LinkToExecutor, worker: RankWorker) -> None:
-    """Steps and calls in the order in which they come, until the executor asks for the end."""
-    from stage03_engine.core.features.distributed.worker_messages import (
-        CALL,
-        SHUTDOWN,
-        STEP,
-        WorkerCall,
-        decode_call,
-        encode,
-    )
-
-    while True:
-        if trace.on and not link.poll(FLUSH_MS):
-            trace.flush()
-        kind, payload, cause = link.receive()
-        if kind == STEP:
-            answer = worker.step(payload, cause)
-            if answer is not None:
-                link.send(STEP, *answer)
-            continue
-        call = decode_call(payload)
-        assert isinstance(call, WorkerCall)
-        if trace.on and call.method == SHUTDOWN:
-            trace.emit("worker.stopped")
-        link.send(CALL, encode(worker.call(call)))
-        if call.method == SHUTDOWN:
-            return
 
 
 if __name__ == "__main__":

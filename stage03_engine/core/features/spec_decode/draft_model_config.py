@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from stage03_engine.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
-from stage03_engine.core.features.spec_decode.heads_files import checked_name
 from stage03_engine.core.features.spec_decode.manifest import keys_of, positive, refused
 from stage03_engine.errors import ConfigError, ModelNotFoundError
 from stage03_engine.hf_config import read_json
@@ -36,6 +35,7 @@ ONLY = {
     "parallel_drafting": (False, "not built"),
 }
 """vLLM's keys that have one value here -> it, and why."""
+LONGEST_NAME = 1000  # of a model, in characters
 MAX_BATCH_SIZE = 2**31 - 1  # more requests than a batch ever holds: "and all above"
 KEYS = (
     "method", "model", "num_speculative_tokens", "max_model_len", "draft_sample_method",
@@ -78,6 +78,14 @@ def parse_drafter(given: dict[str, Any]) -> dict[str, Any]:
         "adaptive_num_speculative_tokens": adaptive,
         "num_speculative_tokens_per_batch_size": _by_batch_size(given.get("num_speculative_tokens_per_batch_size", []), count),
     }  # fmt: skip
+
+
+def checked_name(given: Mapping[str, Any]) -> str:
+    """The model that drafts. Raises ConfigError."""
+    model = given.get("model")
+    if type(model) is not str or not 0 < len(model) <= LONGEST_NAME or not model.isprintable():
+        raise refused("model", "must name a bundled model, a Hugging Face id or a folder", model)
+    return model
 
 
 def _find(name: str, load_format: str, target: ModelFiles, values: Mapping[str, Any]) -> ModelFiles:

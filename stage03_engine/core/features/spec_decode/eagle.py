@@ -18,8 +18,8 @@ finds it by its own tokens, and drops the last block of each hit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -28,12 +28,11 @@ from torch import Tensor, nn
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.features.llama.llama import LlamaDecoderLayer, frequencies_of
-from stage03_engine.core.features.spec_decode.drafter import Drafter
 from stage03_engine.core.features.spec_decode.eagle_config import own_name
+from stage03_engine.core.features.spec_decode.heads import HeadsHook
 from stage03_engine.core.input_batch import StepInputs, gather_inputs
 from stage03_engine.core.model_runner import ModelRunner, zeros
-from stage03_engine.core.models.layers import LanguageModel, Linear, assign_weights, embedding
-from stage03_engine.core.models.loader import checkpoint_tensors
+from stage03_engine.core.models.layers import Linear, assign_weights, embedding
 from stage03_engine.core.sched_output import ModelRunnerOutput, SchedulerOutput
 from stage03_engine.errors import ConfigError
 from stage03_engine.model_shape import ModelShape
@@ -82,16 +81,14 @@ class EagleHead(nn.Module):
         assign_weights(self, tensors, own_name)
 
 
-class EagleHook(Drafter):
+class EagleHook(HeadsHook):
     """Installed with `--speculative-config` and an EAGLE head. Of each request it keeps the head's state at the newest position."""
 
+    heads: EagleHead
+
     def __init__(self, runner: ModelRunner, config: VllmConfig) -> None:
+        self.shape = msgspec.convert(config.speculative_config.draft_shape, ModelShape)
         super().__init__(runner, config)
-        own = config.speculative_config
-        self.context = min(own.draft_max_model_len, config.max_model_len)
-        self.shape = msgspec.convert(own.draft_shape, ModelShape)
-        with torch.device("meta"):
-            self.head = EagleHead(self.shape, config.device_config.attention_backend, **(own.draft_heads or {}))
         self._embedding: nn.Module | None = None
         self._hidden: Tensor | None = None  # the target's, of the step, [num_tokens, hidden_size]
         self._places: dict[
@@ -103,21 +100,9 @@ class EagleHook(Drafter):
 
     # Start
 
-    def model_loaded(self, model: LanguageModel) -> LanguageModel:
-        """The head is loaded beside it."""
-        own, runner = self.config.speculative_config, self.runner
-        dummy = own.draft_load_format == "dummy"
-        self.head.load_weights(self._random() if dummy else checkpoint_tensors(Path(own.draft_model_path or "")))
-        for parameter in self.head.parameters():
-            parameter.data = parameter.data.to(device=runner.device, dtype=runner.dtype)
-        self.head.frequencies = self.head.frequencies.to(runner.device)
-        return model
-
-    def _random(self) -> Iterator[tuple[str, Tensor]]:
-        """`--load-format dummy`."""
-        generator = torch.Generator().manual_seed(self.config.model_config.seed)
-        for name, parameter in self.head.named_parameters():
-            yield name, torch.empty(parameter.shape).normal_(0.0, 0.02, generator=generator)
+    def make_heads(self, **sizes: Any) -> EagleHead:
+        """One."""
+        return EagleHead(self.shape, self.config.device_config.attention_backend, **sizes)
 
     def new_kv_caches(self, num_blocks: int, device: torch.device) -> list[Tensor]:
         """Room for so many of its blocks, in the number format of --dtype."""
@@ -129,7 +114,7 @@ class EagleHook(Drafter):
         whose embedding is not found."""
         self.kv_caches = self.new_kv_caches(num_blocks, self.runner.device)
         named = {name.rpartition(".")[2]: module for name, module in self.runner.model.named_modules()}
-        self._embedding = self.head.embed_tokens or named.get("wte", named.get("embed_tokens"))
+        self._embedding = self.heads.embed_tokens or named.get("wte", named.get("embed_tokens"))
         if self._embedding is None:
             raise ConfigError(
                 "speculative_config: the head has no embed_tokens of its own, and the target none that it could share"
@@ -158,7 +143,7 @@ class EagleHook(Drafter):
             else:
                 features, inputs = self._run(names, ends - 1, ends, features)
             inputs.ahead, states = [ahead] * len(names), list(features)
-            logits = self.runner.model.compute_logits(features) * self.head.logit_scale
+            logits = self.runner.model.compute_logits(features) * self.heads.logit_scale
             self.choose(logits, inputs, drafts, scheduler_output)
         return max(lengths.values(), default=0)
 
@@ -205,7 +190,7 @@ class EagleHook(Drafter):
         inputs = self._inputs(names, firsts, ends)
         assert self._embedding is not None
         embedded = self._embedding(inputs.input_ids)
-        states = self.head(embedded, features, inputs.positions, self.kv_caches, inputs.metadata)
+        states = self.heads(embedded, features, inputs.positions, self.kv_caches, inputs.metadata)
         return states[inputs.logits_indices], inputs
 
     def _inputs(self, names: list[str], firsts: np.ndarray, ends: np.ndarray) -> StepInputs:

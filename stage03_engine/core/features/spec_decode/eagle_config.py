@@ -6,16 +6,13 @@ read. For a GPT-2, which nobody has published a head for, it is the same: a Llam
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from msgspec import convert
 
-from stage03_engine.core.features.spec_decode.draft_model_config import KEYS, context, parse_drafter
-from stage03_engine.core.features.spec_decode.heads_files import check_tensors, find_heads, tensors_in
-from stage03_engine.core.features.spec_decode.manifest import keys_of
+from stage03_engine.core.features.spec_decode.heads_files import Shapes, Tensors, num_parameters, parse_heads
 from stage03_engine.hf_config import Config
 from stage03_engine.model_shape import ModelShape
 from stage03_engine.plugins import wanted
@@ -36,37 +33,12 @@ _FIXED: dict[str, tuple[Any, ...]] = {
 
 
 def parse_eagle(given: dict[str, Any], values: Mapping[str, Any], files: ModelFiles) -> dict[str, Any]:
-    """The internal fields of SpeculativeConfig. Raises ConfigError that names the key, or says why the head does not fit, and
-    ModelNotFoundError."""
-    given = keys_of(given, KEYS)
-    fields = parse_drafter(given)
-    folder = find_heads(given["model"], values)
-    config = Config(folder / "config.json")
-    shape = read_head(config, files)
-    dummy = values["load_format"] == "dummy"
-    found = (
-        {} if dummy else {own_name(name) or name: each for name, each in tensors_in(folder).items() if own_name(name)}
-    )
-    scale = config.values.get("logit_scale", 1.0)
-    if type(scale) not in (int, float) or not 0 < scale < 1e6:
-        config.refuse(f"logit_scale must be a number above 0, not {scale!r}")
-    more = {"bias": config.flag("bias", "fc.bias" in found), "own_embedding": "embed_tokens.weight" in found}
-    if not dummy:
-        check_tensors(folder, found, {name: [each] for name, each in tensors_of(shape, **more).items()})
-    return fields | {
-        "method": "eagle",
-        "draft_model_path": str(folder),
-        "draft_load_format": "dummy" if dummy else "auto",
-        "draft_shape": asdict(shape),
-        # a head counts positions as the target does: whatever it was trained up to, it is asked beyond
-        "draft_max_model_len": context(given, files.shape.max_position_embeddings, "the target's context"),
-        "draft_heads": {**more, "logit_scale": float(scale)},
-        "block_hash_lookahead": 1,
-    }
+    """The internal fields of SpeculativeConfig. Raises as `parse_heads` does."""
+    return parse_heads(given, values, files, own_name, read_head) | {"method": "eagle", "block_hash_lookahead": 1}
 
 
-def read_head(config: Config, target: ModelFiles) -> ModelShape:
-    """The shape of the head's layers. Raises ConfigError."""
+def read_head(config: Config, target: ModelFiles, found: Tensors) -> tuple[dict[str, Any], Shapes]:
+    """The shape of the head's layers, and which parts it has beside them. Raises ConfigError."""
     if isinstance(inner := config.values.get("model"), dict):
         config.values = inner | {key: value for key, value in config.values.items() if key != "model"}
     config.only(_FIXED)
@@ -77,14 +49,12 @@ def read_head(config: Config, target: ModelFiles) -> ModelShape:
             config.refuse(
                 f"architecture {architecture} is not supported for a head; supported: {', '.join(ARCHITECTURES)}"
             )
-    for key, own in (("hidden_size", target.shape.hidden_size), ("vocab_size", target.shape.vocab_size)):
-        if (found := config.size(key, own)) != own:
-            config.refuse(f"{key} is {found}, and the target's {own}: this head is another model's")
     reader = wanted("architecture", "LlamaForCausalLM", "what reads the shape of a Llama, an EAGLE head's layer,")
-    shape: ModelShape = reader(config, "LlamaForCausalLM")
+    shape: ModelShape = replace(reader(config, "LlamaForCausalLM"), architecture="EagleLlamaForCausalLM")
     if shape.num_layers > MAX_LAYERS:
         config.refuse(f"{shape.num_layers} layers are more than {MAX_LAYERS}: this is a model and no head")
-    return replace(shape, architecture="EagleLlamaForCausalLM")
+    parts = {"bias": config.flag("bias", "fc.bias" in found), "own_embedding": "embed_tokens.weight" in found}
+    return {"draft_shape": asdict(shape), "draft_heads": dict(parts)}, tensors_of(shape, **parts)
 
 
 def own_name(name: str) -> str | None:
@@ -93,7 +63,7 @@ def own_name(name: str) -> str | None:
     return None if name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq") else name
 
 
-def tensors_of(shape: ModelShape, bias: bool, own_embedding: bool) -> dict[str, list[int]]:
+def tensors_of(shape: ModelShape, bias: bool, own_embedding: bool) -> Shapes:
     """Name -> shape of all that a head of this form has. Layer 0 has no norm before its attention: `fc` mixes what was normed."""
     hidden, inner = shape.hidden_size, shape.intermediate_size
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
@@ -115,15 +85,11 @@ def tensors_of(shape: ModelShape, bias: bool, own_embedding: bool) -> dict[str, 
         found |= {f"{layer}mlp.down_proj.weight": [hidden, inner], f"{layer}post_attention_layernorm.weight": [hidden]}
         if number:
             found[f"{layer}input_layernorm.weight"] = [hidden]
-    return found
+    return {name: [size] for name, size in found.items()}
 
 
 def plan(own: SpeculativeConfig) -> tuple[str, int, str]:
     """Its row in the plan of the memory: name, numbers, how they are made up."""
     head, shape = own.draft_heads or {}, convert(own.draft_shape, ModelShape)
-    count = sum(math.prod(size) for size in tensors_of(shape, head["bias"], head["own_embedding"]).values())
-    return (
-        "eagle_head",
-        count,
-        f"{shape.num_layers} layer{'s' * (shape.num_layers > 1)}" + ", and an embedding" * head["own_embedding"],
-    )
+    how = f"{shape.num_layers} layer{'s' * (shape.num_layers > 1)}" + ", and an embedding" * head["own_embedding"]
+    return "eagle_head", num_parameters(tensors_of(shape, head["bias"], head["own_embedding"])), how

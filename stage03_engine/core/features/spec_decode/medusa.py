@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,12 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stage03_engine.config import VllmConfig
-from stage03_engine.core.features.spec_decode.drafter import Drafter
-from stage03_engine.core.features.spec_decode.medusa_config import NO_MAP, own_name
+from stage03_engine.core.features.spec_decode.heads import HeadsHook
+from stage03_engine.core.features.spec_decode.medusa_config import own_name
 from stage03_engine.core.input_batch import StepInputs, gather_inputs
 from stage03_engine.core.model_runner import ModelRunner
-from stage03_engine.core.models.layers import LanguageModel, assign_weights
-from stage03_engine.core.models.loader import checkpoint_tensors
+from stage03_engine.core.models.layers import assign_weights
 from stage03_engine.core.sched_output import SchedulerOutput
 from stage03_engine.errors import ConfigError
 from stage04_kernels.sampler import SamplerOutput
@@ -55,7 +54,8 @@ class MedusaHeads(nn.Module):
         self.blocks = nn.ModuleList(ResidualBlock(hidden_size, num_layers, bias) for _ in range(num_heads))
         matrices = 1 if one_output_matrix else num_heads
         self.lm_heads = nn.ModuleList(nn.Linear(hidden_size, kept_vocab_size, bias=False) for _ in range(matrices))
-        self.token_map: Tensor | None = None
+        self.token_map: Tensor | None
+        self.register_buffer("token_map", None, persistent=False)
 
     def compute_logits(self, hidden_states: Tensor, head: int) -> Tensor:
         """[num_rows, hidden_size] -> float32 [num_rows, vocab_size]: what head `head` says about the token head + 2 positions on."""
@@ -79,44 +79,30 @@ class MedusaHeads(nn.Module):
 
     def _checked(self, token_map: Tensor | None) -> Tensor:
         """[kept_vocab_size] int64. Raises ConfigError."""
-        if token_map is None:
-            raise ConfigError(NO_MAP)
-        tokens = token_map.long()
-        fits = not token_map.is_floating_point() and list(tokens.shape) == [self.kept_vocab_size]
-        if not fits or not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab_size:
+        tokens = None if token_map is None or token_map.is_floating_point() else token_map.long()
+        fits = tokens is not None and list(tokens.shape) == [self.kept_vocab_size]
+        if tokens is None or not fits or not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab_size:
             raise ConfigError(f"token_map must be {self.kept_vocab_size} token ids below {self.vocab_size}")
         return tokens
 
 
-class MedusaHook(Drafter):
+class MedusaHook(HeadsHook):
     """Installed with `--speculative-config` and Medusa heads. Of each request it keeps the hidden state that its newest token was sampled from."""
+
+    heads: MedusaHeads
 
     def __init__(self, runner: ModelRunner, config: VllmConfig) -> None:
         super().__init__(runner, config)
-        own = config.speculative_config
-        self.context = min(own.draft_max_model_len, config.max_model_len)
-        with torch.device("meta"):
-            self.heads = MedusaHeads(**(own.draft_heads or {}))
         self._rows = torch.empty(0)  # hidden states of the step's rows of logits, [num_rows, hidden_size]
         self._hidden: dict[str, Tensor] = {}  # request id -> [hidden_size]
 
-    def model_loaded(self, model: LanguageModel) -> LanguageModel:
-        """The heads are loaded beside it."""
-        own, runner = self.config.speculative_config, self.runner
-        dummy = own.draft_load_format == "dummy"
-        tensors = self._random() if dummy else checkpoint_tensors(Path(own.draft_model_path or ""))
-        self.heads.load_weights(tensors)
-        for parameter in self.heads.parameters():
-            parameter.data = parameter.data.to(device=runner.device, dtype=runner.dtype)
-        if self.heads.token_map is not None:
-            self.heads.token_map = self.heads.token_map.to(runner.device)
-        return model
+    def make_heads(self, **sizes: Any) -> MedusaHeads:
+        """A block and an output matrix for each token ahead."""
+        return MedusaHeads(**sizes)
 
-    def _random(self) -> Iterator[tuple[str, Tensor]]:
-        """`--load-format dummy`."""
-        generator = torch.Generator().manual_seed(self.config.model_config.seed)
-        for name, parameter in self.heads.named_parameters():
-            yield name, torch.empty(parameter.shape).normal_(0.0, 0.02, generator=generator)
+    def random(self) -> Iterator[tuple[str, Tensor]]:
+        """They know the first tokens, where they do not know all."""
+        yield from super().random()
         yield "token_map", torch.arange(self.heads.kept_vocab_size)
 
     def forget(self, request_id: str) -> None:

@@ -38,11 +38,6 @@ class InFlight:
         self._num_again = 0  # how many of them have come from the present engine
 
     @property
-    def has_begun(self) -> bool:
-        """Has a token been passed on?"""
-        return bool(self._tokens)
-
-    @property
     def can_run_again(self) -> bool:
         """Has it been on fewer dead engines than would make it a suspect?"""
         return self.num_deaths < MOST_DEATHS
