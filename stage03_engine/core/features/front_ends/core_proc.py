@@ -118,9 +118,8 @@ class SharedEngineCoreProc(EngineCoreProc):
         with self._requests.lock:
             owners = self._requests.owners
             orphans = [request_id for request_id, owner in owners.items() if owner == front_end]
-            owners.update(
-                dict.fromkeys(orphans, NOBODY)
-            )  # until the abort is handled: the id stays taken, outputs are dropped
+            # Until the abort is handled the ids stay taken, and outputs are dropped.
+            owners.update(dict.fromkeys(orphans, NOBODY))
         self.input_queue.put((EngineCoreRequestType.ABORT, AbortRequests(orphans)))
         if front_end in self._requests.watchers:
             self.input_queue.put((EngineCoreRequestType.UTILITY, UtilityRequest(front_end, UNWATCH)))
