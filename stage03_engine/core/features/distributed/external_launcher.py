@@ -5,7 +5,7 @@
               └─ rank 1: LLM -> EngineCore -> this executor -> Worker ─┘
 
 No decisions are sent: every process gets the same requests, and its scheduler decides the same. For that all must have the same number of
-KV-cache blocks, so the smallest number counts. Each step begins with a check that all have decided the same, because workers with
+KV-cache blocks, so the smallest number counts, and the same settings, which are compared at start. Each step begins with a check that all have decided the same, because workers with
 different decisions would wait for each other forever, or add up tensors that do not belong together.
 """
 
@@ -15,11 +15,13 @@ import contextlib
 import json
 import logging
 import os
+import reprlib
 import sys
 import time
 import zlib
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import NoReturn
 
 import torch
@@ -41,6 +43,10 @@ from stagetrace import trace
 logger = logging.getLogger(__name__)
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 COMMAND = "stage03_engine.__main__"
+OWN = {
+    "model", "tokenizer", "model_path", "tokenizer_path", "download_dir", "gpu_memory_utilization", "kv_cache_memory_bytes",
+}  # fmt: skip
+"""Settings that each process may have for itself: where files are on its machine, and its memory, of which the smallest counts."""
 
 
 def launched(config: VllmConfig, environ: Mapping[str, str] = os.environ) -> tuple[Ranks, int]:
@@ -84,6 +90,7 @@ class ExecutorWithExternalLauncher(Executor):
         self._outputs: deque[ModelRunnerOutput] = deque()
         self._output_rank = self.ranks.world_size - self.ranks.tp_size
         self.worker = self.config.chosen("worker", Worker)(self.config)
+        self._compare(config)
         if trace.on:
             trace.emit("executor.created", kind="ExecutorWithExternalLauncher")
         self.worker.load_model()
@@ -134,15 +141,46 @@ class ExecutorWithExternalLauncher(Executor):
         if self.ranks.world_size == 1:
             return
         # A request without a seed gets one that is drawn from the engine's seed, so that is the same too.
-        mark = zlib.crc32(encode(scheduler_output))
-        both = self._tensor([mark, -mark])
-        dist.all_reduce(both, dist.ReduceOp.MAX)
-        highest, lowest = both[0].item(), -both[1].item()
-        if highest != lowest:
+        if self._different([encode(scheduler_output)]):
             _fail_together(
                 StagesError(
                     f"step {scheduler_output.step}: the processes of the launcher have decided differently; give each the same prompts, in "
                     "the same order, and the same settings"
+                )
+            )
+
+    def _different(self, values: list[bytes]) -> list[int]:
+        """The places of the values that are not the same in every process; all have as many."""
+        marks = [zlib.crc32(value) for value in values]
+        both = self._tensor([*marks, *(-mark for mark in marks)])
+        dist.all_reduce(both, dist.ReduceOp.MAX)
+        highest, lowest = both[: len(marks)], -both[len(marks) :]
+        return [int(place) for place in (highest != lowest).nonzero().flatten()]
+
+    def _compare(self, config: VllmConfig) -> None:
+        """Fails if the processes have been started with different settings: tensors of two sizes, or two decisions, would come of it."""
+        if self.ranks.world_size == 1:
+            return
+        settings = {
+            each.name: getattr(section, each.name)
+            for section in (config.model_config, config.cache_config, config.scheduler_config)
+            for each in fields(section)
+            if each.name not in OWN
+        }
+        wrong = self._different([repr(sorted(settings)).encode()])
+        names = list(settings)
+        different = (
+            [names[place] for place in self._different([repr(settings[name]).encode() for name in names])]
+            if not wrong
+            else []
+        )
+        if wrong or different:
+            said = ", ".join(
+                f"{name} (rank {self.ranks.rank} has {reprlib.repr(settings[name])})" for name in different
+            )
+            _fail_together(
+                ConfigError(
+                    f"the processes of the launcher have different settings: {said or 'not the same features'}; start all with the same"
                 )
             )
 

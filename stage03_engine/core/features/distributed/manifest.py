@@ -274,8 +274,14 @@ FEATURE = Feature(
         Part("serve", ".manifest:check_serve", key="check"),
     ),
     conflicts={
-        ("pipeline_parallel_size", "async_scheduling"): "the steps of several stages overlap already, so each is decided while others run",
-        ("pipeline_parallel_size", "speculative_config"): "each stage counts its computed tokens itself, and only the last stage would know which drafts were accepted",
+        (
+            "pipeline_parallel_size",
+            "async_scheduling",
+        ): "the steps of several stages overlap already, so each is decided while others run",
+        (
+            "pipeline_parallel_size",
+            "speculative_config",
+        ): "each stage counts its computed tokens itself, and only the last stage would know which drafts were accepted",
         ("pipeline_parallel_size", "batch_invariant"): "each stage would choose its own number of rows",
     },
     variables=("VLLM_PP_LAYER_PARTITION",),
