@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
+import re
 import signal
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -15,7 +17,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from patience import wait_until
+from patience import PATIENCE, wait_until
 from server_under_test import ServerProcess
 from watcher import Watcher
 
@@ -254,6 +256,86 @@ def test_an_engine_that_is_stopped_is_replaced(flags: tuple[str, ...], expected:
         several.end()
     finally:
         several.server.close()
+
+
+POISON = """
+import os, signal
+from stage03_engine.core.features.logits_processor.logits_processor import LogitsProcessor
+class Poison(LogitsProcessor):
+    def is_argmax_invariant(self):
+        return False
+    def apply(self, logits, rows):
+        poisoned = [row for row in rows if (row.sampling_params.extra_args or {}).get("kill") and len(row.output_token_ids) == 3]
+        if poisoned:
+            with open(os.environ["POISON_LOG"], "a") as log:
+                print(os.getpid(), file=log)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return logits
+"""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_kills_its_engine_is_refused_after_two(
+    stream: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no third one computes it. Whoever was not on both with it has the whole answer."""
+    (tmp_path / "poison.py").write_text(POISON)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("POISON_LOG", str(tmp_path / "log"))
+    several = Several(
+        "-dp",
+        "3",
+        "--data-parallel-restart",
+        "1000",
+        "--logits-processors",
+        "poison:Poison",
+        "--trace",
+        str(tmp_path / "traces"),
+    )
+    try:
+        several.wait_until_whole()
+
+        async def ask(client: httpx.AsyncClient, number: int) -> tuple[int, str]:
+            """The status, or that of the error in the stream, and the text."""
+            body = {
+                "prompt": "ROMEO:",
+                "temperature": 0,
+                "max_tokens": 40,
+                "ignore_eos": True,
+                "stream": number % 2 == 1,
+            }
+            if number == 0:
+                body |= {"vllm_xargs": {"kill": 1}, "stream": stream}
+            answer = await client.post("/v1/completions", json=body, headers={"X-Request-Id": f"ask{number}"})
+            if not body["stream"]:
+                return answer.status_code, answer.json()["choices"][0]["text"] if answer.status_code == 200 else ""
+            told = [json.loads(line[6:]) for line in answer.text.split("\n\n") if line.startswith("data: {")]
+            if "error" in told[-1]:
+                return told[-1]["error"]["code"], ""
+            return answer.status_code, "".join(each["choices"][0]["text"] for each in told)
+
+        async def all_ask() -> list[tuple[int, str]]:
+            async with httpx.AsyncClient(base_url=several.url, timeout=PATIENCE) as client:
+                right = await ask(client, 99)
+                return [right, *await asyncio.gather(*(ask(client, number) for number in range(9)))]
+
+        right, poison, *others = asyncio.run(all_ask())
+        assert right[0] == 200 and poison == (500, "")
+        ends = (tmp_path / "log").read_text().splitlines()
+        assert len(ends) == len(set(ends)) == 2, "each is a process that it has killed"
+        assert right in others
+        several.wait_until_whole()
+        assert several.post(prompt="ROMEO:").status_code == 200
+        several.end()
+    finally:
+        several.server.close()
+    where = defaultdict[str, list[int]](list)
+    for event in read_run(tmp_path / "traces").named("dp.routed"):
+        where[re.sub(r".*ask(\d+).*", r"\1", event.req or "")].append(event.args["engine"])
+    assert len(where["0"]) == 2
+    for number, answer in enumerate(others, 1):
+        was_on_both = len(where[str(number)]) > 1 and set(where[str(number)]) >= set(where["0"])
+        assert answer == right or (answer[0] == 500 and was_on_both), number
 
 
 def test_sigterm_lets_all_engines_finish(three: Several) -> None:

@@ -125,13 +125,12 @@ def test_a_crowd_of_which_some_were_refused_harms_no_newcomer() -> None:
     linger = "; import stage02_server.features.hardening.connection_limits as c; c.LINGER_SECONDS = 1000"
     server = ServerProcess(*ECHO, patch=SMALL_LIMIT + linger)
     server.wait_until_ready()
-    with contextlib.ExitStack() as crowd:
+    with contextlib.closing(server), contextlib.ExitStack() as crowd:
         for _ in range(20):
             assert crowd.enter_context(connect(server, b"nonsense\r\n\r\n")).recv(12) == b"HTTP/1.1 400"
         for _ in range(60):
             crowd.enter_context(connect(server, b"GET /"))
         assert httpx.get(f"{server.url}/health", timeout=PATIENCE).status_code == 200
-    server.close()
     assert not any("Traceback" in line for line in server.lines)
 
 
