@@ -34,6 +34,7 @@ from stage01_cli.tools.book.reference import module_page
 pytest_plugins = ["browser"]
 NOT_IN_IT = {"AGENTS.md"}  # for those who work on the project
 MEGABYTES = 40
+MEGABYTES_OF_LAB = 24  # Pyodide, its wheels and the laboratory, only with --pyodide
 
 
 def test_every_text_is_in_it_once() -> None:
@@ -193,7 +194,7 @@ class _Page(HTMLParser):
             self.loaded.append(given["href"])
 
 
-MAKES_ITS_OWN_PLACES = ("walk.html", "lab/index.html")  # `#fn=Scheduler.schedule`
+MAKES_ITS_OWN_PLACES = ("walk.html", "lab/index.html", "lab/exercises.html")  # `#fn=Scheduler.schedule`
 
 
 @pytest.mark.long
@@ -223,7 +224,9 @@ def test_every_link_leads_somewhere_and_nothing_comes_from_elsewhere(book: Path)
 @pytest.mark.long
 def test_it_is_small_and_has_no_trace_of_this_machine(book: Path) -> None:
     files = [path for path in book.rglob("*") if path.is_file()]
-    assert sum(path.stat().st_size for path in files) < MEGABYTES * 1e6
+    sizes = {path: path.stat().st_size for path in files}
+    of_lab = sum(size for path, size in sizes.items() if path.is_relative_to(book / "lab"))
+    assert sum(sizes.values()) - of_lab < MEGABYTES * 1e6 and of_lab < MEGABYTES_OF_LAB * 1e6
     for path in files:
         if path.suffix in (".html", ".js", ".css"):
             assert str(ROOT) not in path.read_text(encoding="utf-8"), path

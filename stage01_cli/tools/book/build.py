@@ -14,6 +14,7 @@ from typing import Any
 
 from stage01_cli.tools.book.asides import aside_of
 from stage01_cli.tools.book.chapters import PARTS, ROOT, parts, walk_modules
+from stage01_cli.tools.book.exercise_page import missing_wheels
 from stage01_cli.tools.book.links import COPIED, page_of, pictures, relative, rewrite, targets
 from stage01_cli.tools.book.quiz import quiz_of
 from stage01_cli.tools.book.reference import module_page
@@ -45,14 +46,12 @@ def build_book(out: Path, pyodide: Path | None = None) -> Iterator[str]:
         raise ConfigError(f"{out} exists and is no book: --out is a folder that is written anew")
     with tempfile.TemporaryDirectory(prefix="stages-book-") as scratch:
         tree = Path(scratch) / "tree"
-        named = write_tree(tree, pyodide is not None)
+        named = write_tree(tree, pyodide is not None, pyodide is not None and not missing_wheels(pyodide))
         yield f"{sum(len(chapters) for _, chapters in parts())} chapters, {len(list(walk_modules()))} pages of reference"
         _write_extras(tree / "_extra", named)
         _write_players(tree)
         if pyodide is not None:
-            from stage01_cli.tools.lab.static_site import write_site
-
-            yield from list(write_site(tree / "_extra" / "lab", pyodide))[:1]
+            yield from _write_lab(tree / "_extra" / "lab", pyodide)
         _sphinx(tree, Path(scratch) / "html")
         if out.exists():
             shutil.rmtree(out)
@@ -63,7 +62,7 @@ def build_book(out: Path, pyodide: Path | None = None) -> Iterator[str]:
     yield f"wrote {out} ({size / 1e6:.1f} MB)"
 
 
-def write_tree(tree: Path, with_lab: bool = False) -> set[str]:
+def write_tree(tree: Path, with_lab: bool = False, with_exercises: bool = False) -> set[str]:
     """Write what Sphinx reads. Returns the files and folders of the project that chapters name and that are no chapters."""
     tree.mkdir(parents=True)
     chapters = {path for _, found in parts() for path in found}
@@ -92,7 +91,7 @@ def write_tree(tree: Path, with_lab: bool = False) -> set[str]:
         ),
     )
     _write(tree / "players.md", _players())
-    front = FRONT + _play(with_lab)
+    front = FRONT + _play(with_lab, with_exercises)
     _write(
         tree / "index.md", _index(front, [*parts(), ("Look it up", [Path("players.md"), Path("reference.md")])], Path())
     )
@@ -143,11 +142,28 @@ def _index(front: str, found: Iterable[tuple[str, list[Path]]], base: Path) -> s
     return "\n".join(lines)
 
 
-def _play(with_lab: bool) -> str:
+def _write_lab(lab: Path, pyodide: Path) -> Iterator[str]:
+    """The laboratory, and the exercises that use its Pyodide."""
+    from stage01_cli.tools.book.exercise_page import write_page
+    from stage01_cli.tools.lab.static_site import write_site
+
+    yield from list(write_site(lab, pyodide))[:1]
+    if missing := missing_wheels(pyodide):
+        yield f"no exercises in the browser: {pyodide} has no wheel of {', '.join(missing)}"
+    else:
+        yield f"{write_page(lab, pyodide)} exercises in the browser"
+
+
+def _play(with_lab: bool, with_exercises: bool) -> str:
     """What moves, on the first page."""
     lab = (
         ["- [The laboratory](page:lab/index.html): the real scheduler, driven by hand, or a scheduler of your own"]
         if with_lab
+        else []
+    )
+    exercises = (
+        ["- [Exercises](page:lab/exercises.html): write a part and have it judged, in this browser"]
+        if with_exercises
         else []
     )
     lines = [
@@ -155,6 +171,7 @@ def _play(with_lab: bool) -> str:
         f"- [The code walk](source:{WALK}): the source, with the lines that one request executes",
         "- [The napkin](page:napkin.html): how many users a chip serves, with sliders",
         *lab,
+        *exercises,
     ]
     return "\n".join(["", "", *lines])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import tempfile
 from pathlib import Path
 
 from stage03_engine.args.command import CLISubcommand
@@ -22,8 +23,9 @@ class BookSubcommand(CLISubcommand):
             "--open", action="store_true", help="open it in the browser, from a small server on this machine"
         )
         parser.add_argument(
-            "--pyodide", metavar="DIR",
-            help="folder with Pyodide's npm package and a wheel of msgspec for it: then the laboratory is in the book",
+            "--pyodide", metavar="DIR", nargs="?", const="",
+            help="put the laboratory and the exercises that a browser can judge into the book: DIR holds Pyodide's npm package and wheels for it; "
+            "without DIR they are fetched",
         )  # fmt: skip
 
     def cmd(self, args: argparse.Namespace) -> int:
@@ -31,11 +33,23 @@ class BookSubcommand(CLISubcommand):
         from stage01_cli.tools.book.build import build_book
 
         out = Path(args.out)
-        for line in build_book(out, None if args.pyodide is None else Path(args.pyodide)):
-            print(line, flush=True)
+        with tempfile.TemporaryDirectory(prefix="stages-book-") as scratch:
+            for line in build_book(out, pyodide_folder(args.pyodide, Path(scratch))):
+                print(line, flush=True)
         if args.open:
             serve(out)
         return 0
+
+
+def pyodide_folder(given: str | None, scratch: Path) -> Path | None:
+    """Where Pyodide and its wheels are, or None without --pyodide. Raises ConfigError if they are to be fetched and cannot be."""
+    if given != "":
+        return None if given is None else Path(given)
+    from stage01_cli.tools.book.exercise_page import requirements
+    from stage01_cli.tools.lab.static_site import fetch
+
+    fetch(scratch, requirements())
+    return scratch
 
 
 def serve(folder: Path) -> None:

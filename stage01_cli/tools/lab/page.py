@@ -11,7 +11,7 @@ from stage01_cli.tools.lab.scenario import FIELDS, MAX_REQUESTS, MAX_STEPS, POLI
 from stagetrace.figures.style import KINDS as LOOKS, css_colours
 from stagetrace.player.build import csp_hash, fill, harmless
 
-SCRIPTS = ("link.js", "simulator.js", "editor.js", "picture.js", "lab.js")
+SCRIPTS = ("link.js", "python.js", "simulator.js", "editor.js", "picture.js", "lab.js")
 STARTER = "own_scheduler.txt"  # what the text box of the static page begins with
 
 

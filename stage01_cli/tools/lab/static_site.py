@@ -13,7 +13,7 @@ import sys
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from stage01_cli.tools.lab.page import build_page, read_static
@@ -34,6 +34,7 @@ RUNTIME = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.
 WHEEL = "msgspec-*wasm32.whl"
 LISTS_SOURCES = """
 import sys
+import stage01_cli.tools.lab.in_browser
 from stage01_cli.tools.lab.simulate import simulate
 import stage03_engine.core.features.debug.scheduler_checks
 for policy in ("fcfs", "priority", "fair"):
@@ -53,7 +54,7 @@ def write_site(folder: Path, pyodide: Path | None) -> Iterator[str]:
     elif not _has_runtime(folder):
         yield f"fetching {PYODIDE} (npm) and msgspec for it (pip)"
         with tempfile.TemporaryDirectory(prefix="stages-lab-") as scratch:
-            _fetch(Path(scratch))
+            fetch(Path(scratch))
             _copy_runtime(Path(scratch), folder)
     count = _write_sources(folder / "stages.zip")
     wheel = next(folder.glob(WHEEL)).name
@@ -85,13 +86,13 @@ def _copy_runtime(source: Path, folder: Path) -> None:
         shutil.copyfile(path, folder / path.name if name == WHEEL else folder / "pyodide" / name)
 
 
-def _fetch(folder: Path) -> None:
-    """Get both packages from their registries by the ordinary clients."""
+def fetch(folder: Path, packages: Sequence[str] = ("msgspec",)) -> None:
+    """Get Pyodide and the wheels from their registries by the ordinary clients. Raises ConfigError if they cannot be had."""
     _run(["npm", "pack", PYODIDE, "--pack-destination", str(folder)], "npm")
     with tarfile.open(next(folder.glob("pyodide-*.tgz"))) as archive:
         archive.extractall(folder, filter="data")
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:", *WHEELS_FOR]
-    _run([*pip, "--dest", str(folder), "msgspec"], "pip")
+    _run([*pip, "--dest", str(folder), *packages], "pip")
 
 
 def _run(command: list[str], program: str) -> None:
@@ -113,11 +114,11 @@ def _write_sources(path: Path) -> int:
         for name, file in modules.items():
             parts = name.split(".")
             inside = "/".join(parts) + ("/__init__.py" if Path(file).name == "__init__.py" else ".py")
-            archive.writestr(_plain(("trace/" if parts[0] == "stagetrace" else "") + inside), Path(file).read_bytes())
+            archive.writestr(plain(("trace/" if parts[0] == "stagetrace" else "") + inside), Path(file).read_bytes())
     return len(modules)
 
 
-def _plain(name: str) -> zipfile.ZipInfo:
+def plain(name: str) -> zipfile.ZipInfo:
     """The same bytes whenever the folder is made."""
     info = zipfile.ZipInfo(name)
     info.compress_type = zipfile.ZIP_DEFLATED

@@ -127,7 +127,9 @@ function showWhose() {
   const radio = document.querySelector("[name=whose][value=own]");
   if (text) {
     byId("own-name").textContent = "yours, written here";
-    byId("code").value = DATA.starter;
+    const handed = new URLSearchParams(location.search).has("own") && localStorage.getItem("stages-own-scheduler"); // by the page of the exercises
+    byId("code").value = handed || DATA.starter;
+    if (handed) radio.checked = true;
   } else if (DATA.own) byId("own-name").replaceChildren("yours: ", make("code", {}, DATA.own));
   radio.disabled = !text && !DATA.own;
   const show = () => {

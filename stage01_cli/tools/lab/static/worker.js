@@ -1,32 +1,39 @@
-// The static page's Python: Pyodide, msgspec, and the project's own scheduler. One scenario per message.
+// Python in this browser: Pyodide, wheels, and a module of the project that answers. One question per message: text in, text out.
 import { loadPyodide } from "./pyodide/pyodide.mjs";
 
-let simulate = null;
+let answer = null;
 
-async function start(wheel) {
+async function bytes(name) {
+  const found = await fetch(new URL(name, import.meta.url));
+  if (!found.ok) throw new Error(`${name}: ${found.status}`);
+  return found.arrayBuffer();
+}
+
+/** `start` names the wheels, the archive of the project's files, and the module whose `answer(text) -> text` is asked. */
+async function begin({ wheels, sources, module }) {
+  const archives = [...wheels.map((wheel) => bytes(wheel)), bytes(sources)];
   const python = await loadPyodide({ indexURL: new URL("./pyodide/", import.meta.url).href });
-  await python.loadPackage(new URL(`./${wheel}`, import.meta.url).href, { messageCallback: () => {} });
-  const sources = await fetch(new URL("./stages.zip", import.meta.url));
-  python.unpackArchive(await sources.arrayBuffer(), "zip", { extractDir: "/stages" });
-  simulate = python.runPython(`
-import json, sys
+  const loaded = await Promise.all(archives);
+  loaded.slice(0, -1).forEach((wheel) => python.unpackArchive(wheel, "wheel"));
+  python.unpackArchive(loaded.at(-1), "zip", { extractDir: "/stages" });
+  python.registerJsModule("this_page", { tell: (text) => self.postMessage({ told: text }) });
+  answer = python.runPython(`
+import importlib, sys
 sys.path[:0] = ["/stages", "/stages/trace"]
-from stage01_cli.tools.lab.own_scheduler import OwnScheduler
-from stage01_cli.tools.lab.simulate import simulate
-lambda scenario, code: json.dumps(simulate(json.loads(scenario), None if code is None else OwnScheduler(text=code)))
+importlib.import_module("${module}").answer
 `);
 }
 
 self.onmessage = async ({ data }) => {
   try {
-    if (data.wheel) {
-      await start(data.wheel);
+    if (data.start) {
+      await begin(data.start);
       self.postMessage({ ready: true });
     } else {
-      self.postMessage({ number: data.number, answer: simulate(data.scenario, data.own ?? undefined) });
+      self.postMessage({ number: data.number, answer: answer(data.question) });
     }
   } catch (error) {
-    if (data.wheel) self.postMessage({ failed: String(error) });
+    if (data.start) self.postMessage({ failed: String(error) });
     else self.postMessage({ number: data.number, answer: JSON.stringify({ problem: `Python failed: ${String(error).trim().split("\n").at(-1)}` }) });
   }
 };
