@@ -37,8 +37,8 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        kwargs = {"allow_abbrev": False, "formatter_class": HelpFormatter} | kwargs
-        super().__init__(*args, **kwargs)
+        usual: dict[str, Any] = {"allow_abbrev": False, "formatter_class": HelpFormatter}
+        super().__init__(*args, **usual | kwargs)
         self._refused: list[str] = []  # names of tables that are not read yet
 
     def refuse(self, *tables: str) -> None:
