@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 import fork_start
 import httpx
 import left_processes
+import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 from patience import PATIENCE
@@ -79,11 +80,22 @@ def leaves_no_variable() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def leaves_no_process() -> Iterator[None]:
+def leaves_no_process() -> None:
     """What a module starts it ends, and waits for."""
-    before = left_processes.children()
+    global children_before
+    children_before = left_processes.children()
+
+
+children_before: set[psutil.Process] = set()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """After the last test of a module and all that its fixtures undo, for until then they hold what they made."""
     yield
-    assert not (left := left_processes.left(before)), left
+    if nextitem is None or nextitem.path != item.path:
+        getattr(item, "funcargs", {}).clear()
+        assert not (left := left_processes.left(children_before)), left
 
 
 @pytest.fixture(autouse=True)

@@ -271,7 +271,7 @@ def test_a_renderer_that_was_stopped_holds_nobody_up(
     """It is replaced, and what it owed is rendered by the next one. One that is killed under a prompt is no other case."""
     body = {"messages": MESSAGES, "max_tokens": 3}
     assert trusting.post(CHAT, body).status_code == 200
-    monkeypatch.setattr("stage02_server.features.killed_after.UNANSWERED_SECONDS", 0.5)
+    monkeypatch.setattr("stage02_server.features.hardening.killed_after.SILENT_SECONDS", 0.5)
     for child in renderers():
         child.suspend()
     answer = trusting.post(CHAT, body | {"chat_template": "{{ messages[0].content }}"})

@@ -8,11 +8,10 @@ import subprocess
 import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 from stage02_server.features.chat_template.framing import read_message, write_message
-from stage02_server.features.killed_after import killed_after
 from stage03_engine.args.command import signals_are_ours
 from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.plugins import find
@@ -40,6 +39,7 @@ class TemplateRenderer:
         self._source, self._process = source, None
         pool = find("server", "turns") or ThreadPoolExecutor  # without turns by key: first come, first served
         self._thread = pool(1, "template")
+        self._watched = find("server", "killed_after") or nullcontext
         self.content_format = "string"
 
     def start(self) -> None:
@@ -82,7 +82,7 @@ class TemplateRenderer:
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
         try:
-            with killed_after(process):
+            with self._watched(process):
                 write_message(process.stdin, message)
                 problem, text = read_message(process.stdout)
         except (EOFError, OSError):  # of a pipe whose other end is gone
