@@ -5,12 +5,13 @@ Ending what never ends is the page's part: it ends the worker. What Pyodide has 
 
 from __future__ import annotations
 
+import asyncio
 import importlib.abc
 import importlib.machinery
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from itertools import pairwise
@@ -43,6 +44,41 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """There is nothing to run."""
 
 
+class _NothingArrives:
+    """A selector without sockets: between two callbacks a loop can only wait for its next timer."""
+
+    def select(self, timeout: float | None) -> list[Any]:
+        """Nothing, after so many seconds; a loop that waits for ever does so until the page ends it."""
+        time.sleep(0.1 if timeout is None else timeout)
+        return []
+
+
+class _Loop(asyncio.BaseEventLoop):
+    """An event loop of callbacks and timers. Pyodide's own one lets nobody wait for it in the middle of a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._selector = _NothingArrives()
+
+    def _process_events(self, event_list: list[Any]) -> None:
+        """There are none."""
+
+    def _write_to_self(self) -> None:
+        """No other thread wakes it."""
+
+
+def run(main: Coroutine[Any, Any, Any], **_: Any) -> Any:
+    """As asyncio.run, inside of a function that Pyodide's loop calls."""
+    outer = asyncio._get_running_loop()
+    asyncio._set_running_loop(None)
+    loop = _Loop()
+    try:
+        return loop.run_until_complete(main)
+    finally:
+        loop.close()
+        asyncio._set_running_loop(outer)
+
+
 def settle_in() -> None:
     """Once, in Pyodide, before the page hears that Python is ready. The two imports take seconds."""
     import hypothesis  # noqa: F401
@@ -50,6 +86,7 @@ def settle_in() -> None:
 
     sys.meta_path.insert(0, StandIns())
     sys.dont_write_bytecode = True
+    asyncio.run = run
     sys.prefix = f"/lib/python3.{sys.version_info[1]}"  # Pyodide says "/", below which the project lies, too
     for name in ("thread_time", "thread_time_ns"):
         if not hasattr(time, name):
