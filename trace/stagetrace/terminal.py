@@ -42,7 +42,10 @@ def is_terminal(stream: TextIO) -> bool:
 def width_of_output(stream: TextIO | None = None) -> int:
     """Columns of the terminal (COLUMNS overrides), or PIPE_WIDTH."""
     with suppress(ValueError, OSError, AttributeError):
-        return int(os.environ.get("COLUMNS", 0)) or os.get_terminal_size((stream or sys.stdout).fileno()).columns
+        wanted = max(0, int(os.environ.get("COLUMNS", 0)))
+        return (
+            wanted or os.get_terminal_size((stream or sys.stdout).fileno()).columns or PIPE_WIDTH
+        )  # a new pty has 0 columns
     return PIPE_WIDTH
 
 

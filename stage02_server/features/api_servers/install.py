@@ -18,8 +18,8 @@ COMPUTED = ("stages:server_state",)
 class MergedRegistry(CollectorRegistry):
     """What all API servers have counted (vllm/v1/metrics/prometheus.py, get_prometheus_registry).
 
-    Each server keeps its numbers in files of one folder. Counters and histograms are added up. So are gauges: only the first
-    server hears from an engine's scheduler, and the gauges of the others stay at 0.
+    Each server keeps its numbers in files of one folder. Counters and histograms are added up. So are gauges: one server at a
+    time hears from an engine's scheduler, the gauges of the others are 0, and those of a dead one are removed.
     """
 
     def __init__(self, own: CollectorRegistry, folder: str) -> None:

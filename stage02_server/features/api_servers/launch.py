@@ -135,6 +135,7 @@ class Launcher:
         self._is_up = not self._num_engines  # True once every server has been connected to every engine
         self._engines = Engines(config, self._tell_all, lambda: self._is_up, self._engines_end)
         self._limit = restart_limit(config)
+        self._used_up = False  # a server was not started again because of that
         self._secret = secrets.token_hex(16)
         self._running: set[ApiServerProcess] = set()
         self._connected: Counter[int] = Counter()  # engine -> servers that have a connection to it
@@ -261,7 +262,10 @@ class Launcher:
         """Start a server in the place of one that has ended, unless that was too often. Its clients' requests are aborted by the engines,
         which notice its end themselves."""
         may = self._is_up and not self._is_ending and self._error is None  # else the others could not start either
-        if self._limit is None or not may or not self._limit.take():
+        if self._limit is None or not may:
+            return False
+        if not self._limit.take():
+            self._used_up = self._limit.total > 0
             return False
         index, restarts = server.start.index, server.start.restarts + 1
         try:
@@ -280,7 +284,7 @@ class Launcher:
     def _reason(self, server: ApiServerProcess, exit_code: int, is_last: bool = True) -> str:
         """Why it ended, and, when it stays dead, after how many restarts."""
         said = exit_reason(exit_code) + (f": {server.failed.rstrip('.')}" if server.failed else "")
-        if is_last and self._limit is not None and self._limit.total:
+        if is_last and self._used_up and self._limit is not None:
             said += f"; --data-parallel-restart {self._limit.most} allows no further restart"
         return said
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +54,7 @@ class BatchJob:
 
 def run_batch(vllm_config: VllmConfig, args: FrontendArgs, job: BatchJob) -> None:
     """Answer every request of the batch. Raises StagesError if the engine cannot start, and BatchInterruptedError."""
-    announce(vllm_config, args)
+    announce(vllm_config, args if job.metrics_at else replace(args, host="127.0.0.1"))  # it listens nowhere
     logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line per request
     try:
         run_loop(_run(vllm_config, args, job))

@@ -51,6 +51,7 @@ class Unfinished:
         self.discard(oldest)
         oldest.opened.discard(oldest)  # its end takes a turn of the event loop
         oldest.end_slow("crowded", "Too many requests arrive slowly; send this one in one go.")
+        oldest.let_go()
         return True
 
     def discard(self, connection: TimedHttpProtocol) -> None:
@@ -175,6 +176,7 @@ class TimedHttpProtocol(PipelinedHttpProtocol):
             self._send_error(APIError(408, "BadRequestError", message), b"408 Request Timeout")
         else:
             self.transport.close()
+            self._watch_buffer()
 
     # Reading the answer
 
@@ -206,7 +208,13 @@ class TimedHttpProtocol(PipelinedHttpProtocol):
         """Another client needs the place."""
         self._ended("idle")
         self.transport.close()
-        self._watch_buffer()
+        self.let_go()
+
+    def let_go(self) -> None:
+        """It has lost its place to another client, and nobody counts it any more: it must not stay because it does not read."""
+        if self.transport.get_write_buffer_size():
+            self._stop_timers()
+            self.transport.abort()
 
     def timeout_keep_alive_handler(self) -> None:
         """From uvicorn: no further request came. Closing waits until all is written, forever if nobody reads."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import socket
 import threading
 from collections.abc import Callable
@@ -262,6 +263,8 @@ class SharedEngineClient(AsyncMPClient):
             trace.emit("client.created", kind="SharedEngineClient", engine_ranks=[self._index])
 
     async def start(self) -> EngineReady:
+        # What engines still answer to a server that ended is none of this one's calls.
+        self._call_ids = itertools.count(_launcher().restarts << 32)
         shared = await _launcher().take_engine(self._index)
         while (
             _launcher().restarts and not await shared.comes_up()

@@ -132,7 +132,7 @@ function onTold(text) {
   const line = JSON.parse(text);
   if (line.outcome === "passed") seen += 1;
   if (line.collected) seen = 0;
-  if (busy) showVerdict(`The judge is at work: ${seen} test${seen === 1 ? "" : "s"} passed so far.`, "");
+  if (busy && judged === chosen) showVerdict(`The judge is at work: ${seen} test${seen === 1 ? "" : "s"} passed so far.`, "");
 }
 
 async function check() {

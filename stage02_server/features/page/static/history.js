@@ -83,7 +83,9 @@ class Timeline {
 
   /** Show the step that this view's history has under this number. */
   showStep(view, step, views) {
-    this.show(this.steps.findIndex(([each, number]) => each === view && number === step), views);
+    const place = this.steps.findIndex(([each, number]) => each === view && number === step);
+    if (place < 0) byId("moment").textContent = `step ${step} is no longer kept here`;
+    else this.show(place, views);
   }
 
   tell() {

@@ -35,6 +35,7 @@ class NotOffered extends Error {} // nor here: this server has no such route, or
 
 /** An answer with status 200; every other one is an Error that says in words what is wrong. */
 async function ask(path, how = {}) {
+  if (/[^\x21-\x7e]/.test(byId("api-key").value)) throw new KeyNeeded("the API key in the field at the top has a character that no header can carry");
   const response = await fetch(path, { ...how, headers: headers(how.headers) }).catch(explain);
   if (!response.ok) throw await failure(response);
   return response;

@@ -24,6 +24,11 @@ def busy_seconds(text: str, cores: Collection[int], ticks: int) -> float:
     return total / ticks
 
 
+def own_seconds() -> float:
+    """What this process has added to `busy_seconds`: under `nice` only its time in the kernel."""
+    return process_time() if os.getpriority(os.PRIO_PROCESS, 0) <= 0 else os.times().system
+
+
 class Room:
     """Measures while it is asked: `now` is the number of cores in the last fifth of a second, None while that is not known."""
 
@@ -43,7 +48,7 @@ class Room:
             return None
         try:
             with open(self.path, encoding="ascii") as file:
-                others = busy_seconds(file.read(), self.cores, os.sysconf("SC_CLK_TCK")) - process_time()
+                others = busy_seconds(file.read(), self.cores, os.sysconf("SC_CLK_TCK")) - own_seconds()
         except (OSError, ValueError):
             self.cores = ()  # there is no such file here: do not ask again
             return None

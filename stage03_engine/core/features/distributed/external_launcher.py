@@ -76,6 +76,14 @@ def launched(config: VllmConfig, environ: Mapping[str, str] = os.environ) -> tup
     return Ranks(rank, parallel.tensor_parallel_size, parallel.pipeline_parallel_size), local
 
 
+def meeting_point(environ: Mapping[str, str] = os.environ) -> str:
+    """Where the processes meet: in torchrun's store, or, started by hand or by srun, in one of ours at MASTER_ADDR alone."""
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return "env://"
+    host = environ["MASTER_ADDR"]
+    return f"tcp://{f'[{host}]' if ':' in host else host}:{environ['MASTER_PORT']}"
+
+
 class ExecutorWithExternalLauncher(Executor):
     """One worker in this process, which is one of several."""
 
@@ -84,7 +92,7 @@ class ExecutorWithExternalLauncher(Executor):
         if config.device_config.device == "cuda":
             self._take_device(local_size)
         _warn_of_torchrun()
-        join(self.ranks, "env://", config)
+        join(self.ranks, meeting_point(), config)
         self.config = own_config(config, self.ranks, threads_each(config, local_size))
         self._local_size = local_size
         self._outputs: deque[ModelRunnerOutput] = deque()

@@ -50,6 +50,7 @@ def init_distributed(mine: Ranks, init_method: str, device: str, timeout_seconds
     dist.init_process_group(
         "nccl" if device == "cuda" else "gloo", rank=mine.rank, world_size=mine.world_size, **where, **limit
     )
+    _check_sizes(mine, device)
     for stage in range(mine.pp_size):  # every process makes every group, in the same order
         members = [stage * mine.tp_size + slice_ for slice_ in range(mine.tp_size)]
         group = dist.new_group(members)
@@ -58,6 +59,16 @@ def init_distributed(mine: Ranks, init_method: str, device: str, timeout_seconds
     if device != "cuda":  # NCCL opens its own ports when they are needed, and closes them again
         close_doors(listening() - before)
     _ranks = mine
+
+
+def _check_sizes(mine: Ranks, device: str) -> None:
+    """Groups of other sizes would wait for each other for ever. Raises RuntimeError in every process."""
+    sizes = torch.tensor([mine.tp_size, -mine.tp_size], device=device)
+    dist.all_reduce(sizes, dist.ReduceOp.MAX)
+    if int(sizes[0]) != -int(sizes[1]):
+        raise RuntimeError(
+            "the processes have different tensor_parallel_size or pipeline_parallel_size; start all with the same"
+        )
 
 
 def _store(mine: Ranks, address: str, limit: dict[str, timedelta]) -> dist.Store:

@@ -121,8 +121,8 @@ class SharedEngineCoreProc(EngineCoreProc):
             # Until the abort is handled the ids stay taken, and outputs are dropped.
             owners.update(dict.fromkeys(orphans, NOBODY))
         self.input_queue.put((EngineCoreRequestType.ABORT, AbortRequests(orphans)))
-        if front_end in self._requests.watchers:
-            self.input_queue.put((EngineCoreRequestType.UTILITY, UtilityRequest(front_end, UNWATCH)))
+        # Also if it does not watch yet: the call may be waiting in the queue. No front end has a call of this number, which is below 0.
+        self.input_queue.put((EngineCoreRequestType.UTILITY, UtilityRequest(front_end - self._num_front_ends, UNWATCH)))
 
     def _handle(self, request_type: EngineCoreRequestType | None, message: object) -> None:
         if isinstance(message, UtilityRequest) and message.method in (WATCH, UNWATCH):
