@@ -225,6 +225,25 @@ def test_where_all_places_are_taken_those_who_send_nothing_make_room(narrow: Ser
         assert httpx.get(f"{narrow.url}/version", timeout=PATIENCE).status_code == 200
 
 
+@pytest.mark.parametrize("then", [COMPLETIONS % 9, b""], ids=["and owes a body", "and is idle"])
+def test_whoever_loses_a_place_and_does_not_read_is_gone(narrow: ServerProcess, then: bytes) -> None:
+    """Nobody counts such a connection any more, so it may hold nothing either."""
+    process, get = psutil.Process(narrow.process.pid), b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n"
+    assert httpx.get(f"{narrow.url}/openapi.json", timeout=PATIENCE).status_code == 200  # it is written once
+    with contextlib.ExitStack() as deaf:
+        for _ in range(8):  # 12 answers of 140 kB: as much as the system takes, and some more
+            client = deaf.enter_context(connect(narrow, 12 * get + then, buffer=1024))
+            with contextlib.suppress(ConnectionError):
+                client.recv(12)  # the server has begun to answer, or has refused or cut it off
+            wait_until(lambda: process.status() == psutil.STATUS_SLEEPING, "it never comes to rest")
+
+        def held() -> int:
+            return sum(each.status == psutil.CONN_ESTABLISHED for each in process.net_connections("inet"))
+
+        wait_until(lambda: held() <= 3, "it holds more connections than it counts")
+        assert httpx.get(f"{narrow.url}/version", timeout=PATIENCE).status_code in (200, 503)
+
+
 def _asked(server: ServerProcess, data: bytes) -> bytes:
     with connect(server, b"") as client, contextlib.suppress(ConnectionError):
         client.sendall(data)
