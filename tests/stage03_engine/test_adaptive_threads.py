@@ -353,12 +353,22 @@ intr 5 5
 """
 
 
+@pytest.mark.parametrize(("nice", "seconds"), [(0, 3.0), (-5, 3.0), (5, 0.5)])
+def test_under_nice_only_the_kernels_time_is_its_own(monkeypatch: pytest.MonkeyPatch, nice: int, seconds: float) -> None:
+    """The rest stands in the column that nobody counts."""
+    monkeypatch.setattr(os, "getpriority", lambda *_: nice)
+    monkeypatch.setattr(room, "process_time", lambda: 3.0)
+    monkeypatch.setattr(os, "times", lambda: os.times_result((2.5, 0.5, 0, 0, 0)))
+    assert room.own_seconds() == seconds
+
+
 def test_cores_that_others_leave(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file, now, own = tmp_path / "stat", [100.0], [10.0]
     monkeypatch.setattr(room, "monotonic", lambda: now[0])
     monkeypatch.setattr(room, "process_time", lambda: own[0])
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 10}, raising=False)
     monkeypatch.setattr(os, "sysconf", lambda _: 100)
+    monkeypatch.setattr(os, "getpriority", lambda *_: 0)
 
     def after(seconds: float, computed: float, user: int, steal: int = 0) -> float | None:
         now[0] += seconds
