@@ -84,7 +84,10 @@ def middleware(folder: Path, how: str) -> tuple[str, Path]:
     """A patch that lets the servers find it, and the file whose presence makes them die."""
     flag = folder / "die"
     (folder / "dies.py").write_text(DIES.format(flag=str(flag), how=how))
-    return f"import os\nos.environ['PYTHONPATH'] = {str(folder)!r} + os.pathsep + os.environ.get('PYTHONPATH', '')", flag
+    return (
+        f"import os\nos.environ['PYTHONPATH'] = {str(folder)!r} + os.pathsep + os.environ.get('PYTHONPATH', '')",
+        flag,
+    )
 
 
 def gone(processes: list[psutil.Process]) -> bool:
@@ -293,7 +296,9 @@ def test_an_id_is_free_again_behind_the_last_output_of_who_had_it(sent: Sent) ->
     told = [(name, output) for name, outputs in sent.got for output in outputs.outputs]
     [(name, refused)] = told
     assert name == "new" and "in use" in (refused.error or "") and not refused.new_token_ids
-    assert proc.input_queue.qsize() == 3  # the first request, its abort, and the end of a watch that may be in the queue
+    assert (
+        proc.input_queue.qsize() == 3
+    )  # the first request, its abort, and the end of a watch that may be in the queue
     proc.output_queue.put(Aborted(["same"]))  # as the busy loop does on handling it
     deliver()
     take(Kind.ADD, request)

@@ -354,7 +354,9 @@ intr 5 5
 
 
 @pytest.mark.parametrize(("nice", "seconds"), [(0, 3.0), (-5, 3.0), (5, 0.5)])
-def test_under_nice_only_the_kernels_time_is_its_own(monkeypatch: pytest.MonkeyPatch, nice: int, seconds: float) -> None:
+def test_under_nice_only_the_kernels_time_is_its_own(
+    monkeypatch: pytest.MonkeyPatch, nice: int, seconds: float
+) -> None:
     """The rest stands in the column that nobody counts."""
     monkeypatch.setattr(os, "getpriority", lambda *_: nice)
     monkeypatch.setattr(room, "process_time", lambda: 3.0)
