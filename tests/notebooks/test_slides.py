@@ -31,7 +31,13 @@ def test_slides_of_each_notebook_hold_what_it_shows(source: Path) -> None:
     ]
     assert len(bodies) >= len(headings)
     pictures = [o for cell in notebook.cells for o in cell.get("outputs", []) if "image/png" in o.get("data", {})]
-    assert text.count("<img ") == len(pictures) and all(
+    stills = [
+        still
+        for cell in notebook.cells
+        if cell.cell_type == "markdown"
+        for still in re.findall(r"!\[|<img ", cell.source)
+    ]
+    assert text.count("<img ") == len(pictures) + len(stills) and all(
         picture.strip() for picture in re.findall(r'<img alt="([^"]*)"', text)
     )
     assert not re.search(r'(src|href)="(https?:)?//', re.sub(r"<a [^>]*>", "", slides.page(notebook))), (

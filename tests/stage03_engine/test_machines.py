@@ -214,7 +214,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({**TWO, "nnodes": 0}, "nnodes must be at least 1, not 0"),
     ({**TWO, "node_rank": 1}, "node_rank 1 has no engine of its own: start it with `stages serve MODEL --headless`"),
     ({**TWO, "master_addr": "no.such.machine.invalid"}, "master_addr 'no.such.machine.invalid' is not an address"),
-    ({**TWO, "master_addr": "192.0.2.1"}, "this machine has no address 192.0.2.1"),
+    ({**TWO, "master_addr": "192.0.2.1"}, "Cannot assign requested address"),
 ]
 
 

@@ -100,7 +100,7 @@ def test_the_method_follows_from_the_files(tmp_path: Path) -> None:
         assert config.speculative_config.method == method.split()[0], name
     refused = {
         "EAGLE3-tiny": ({}, "method 'eagle3'"), "third": ({"architectures": ["LlamaForCausalLMEagle3"]}, "method 'eagle3'"),
-        "EAGLE-tiny": ({"hidden_size": 64}, "this head is another model's"), "linear": ({"model_type": "mlp_speculator"}, "method 'mlp_speculator'"),
+        "EAGLE-tiny": ({"hidden_size": 64}, "these heads are another model's"), "linear": ({"model_type": "mlp_speculator"}, "method 'mlp_speculator'"),
         "other": ({"hidden_size": 7, "model_type": "medusa", "num_heads": 3}, "these heads are another model's"),
     }  # fmt: skip
     for name, (config, message) in refused.items():
