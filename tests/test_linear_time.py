@@ -74,8 +74,9 @@ def in_eighty_columns(text: str) -> str:
 
 
 def assert_linear(make: Callable[[int], Callable[[], Any]], size: int = SIZE) -> None:
-    """Four times the size takes four times the CPU time, give or take; it would be 16 times with quadratic work."""
-    for _ in range(3):
+    """Four times the size takes four times the CPU time, give or take; it would be 16 times with quadratic work. Noise may hide it:
+    each of several measurements must look worse than linear."""
+    for _ in range(6):
         small, large = cpu_seconds(make(size // 4)), cpu_seconds(make(size))
         if large < 8 * small + 0.02:
             return
@@ -204,8 +205,14 @@ def test_a_regular_expression_is_linear(use: Callable[[str], Any], worst: str) -
 
 
 def test_the_measure_sees_a_quadratic_expression() -> None:
-    with pytest.raises(AssertionError, match="4000"):  # far above the 0.02 s that are forgiven
-        assert_linear(lambda size: lambda: re.search(r"^\s*root\s*::=", "\n" * size, re.MULTILINE), 16_000)
+    """It doubts in favour of the expression: one noisy measurement of six is enough. So on a busy machine it may have to look again."""
+    for _ in range(10):
+        try:  # far above the 0.02 s that are forgiven
+            assert_linear(lambda size: lambda: re.search(r"^\s*root\s*::=", "\n" * size, re.MULTILINE), 16_000)
+        except AssertionError as error:
+            assert "4000" in str(error)
+            return
+    pytest.fail("never seen")
 
 
 # Answers

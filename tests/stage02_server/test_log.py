@@ -22,7 +22,7 @@ from stage02_server.cli_args import resolve_serve_args
 from stage02_server.features.hardening.log_limit import LogLimit
 from stage02_server.features.page.link import link_to
 from stage03_engine.arg_utils import EngineArgs
-from stage03_engine.args.features.terminal_log.terminal_log import TerminalFormatter, formatter_for
+from stage03_engine.args.features.terminal_log.terminal_log import TerminalFormatter
 from stage03_engine.args.log import configure_logging
 from stage03_engine.config import ObservabilityConfig
 from stage03_engine.frontend.features.logging_stats.logging_stats import LoggingStatLogger
@@ -136,7 +136,11 @@ def test_in_a_terminal_a_line_begins_briefly_and_breaks_between_words(monkeypatc
 def test_only_a_terminal_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for stream, brief in ((Screen(), True), (io.StringIO(), False)):
         monkeypatch.setattr(sys, "stderr", stream)
-        assert (formatter_for("APIServer") is not None) is brief
+        made: list[logging.Handler] = []
+        monkeypatch.setattr(logging, "basicConfig", lambda handlers, level: made.extend(handlers))
+        monkeypatch.setattr(logging, "_logRecordFactory", logging.getLogRecordFactory())
+        configure_logging("APIServer", ObservabilityConfig(log_level="INFO"))
+        assert isinstance(made[0].formatter, TerminalFormatter) is brief
 
 
 def test_no_client_writes_a_line_or_steers_the_terminal(server: ServerProcess) -> None:

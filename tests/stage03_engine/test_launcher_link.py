@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,9 +14,11 @@ import zmq
 from patience import PATIENCE
 from server_under_test import byte_config
 
+from stage03_engine import messages
 from stage03_engine.errors import EngineDeadError, EngineStartError
 from stage03_engine.frontend.features import shared_engine
 from stage03_engine.frontend.features.shared_engine import (
+    JOIN,
     AllConnected,
     Connected,
     EngineGone,
@@ -30,7 +34,7 @@ from stage03_engine.frontend.features.shared_engine import (
     encode,
     use_link,
 )
-from stage03_engine.messages import EngineReady
+from stage03_engine.messages import EngineCoreOutputs, EngineReady, UtilityResult
 
 READY = EngineReady(num_gpu_blocks=10, max_model_len=64)
 
@@ -46,7 +50,7 @@ class Launcher:
         self.link.number = 3
         self.link.add_engine(1, *self.addresses("first"))
         use_link(self.link)
-        self.link.follow(lambda why: None, lambda: None)
+        self.link.follow(lambda why: None, lambda: None, lambda: None)
 
     def addresses(self, name: str) -> tuple[str, str]:
         return f"ipc://{self._folder}/{name}-in", f"ipc://{self._folder}/{name}-out"
@@ -71,6 +75,31 @@ def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch
     made.close()
 
 
+@contextmanager
+def engine_at(addresses: tuple[str, str]) -> Iterator[None]:
+    """An engine that says it is there, and that server 3 may join it."""
+    context = zmq.Context()
+    inputs, outputs = context.socket(zmq.DEALER), context.socket(zmq.PUSH)
+    inputs.setsockopt(zmq.IDENTITY, (1).to_bytes(2, "little"))
+    inputs.connect(f"{addresses[0]}_3")
+    inputs.send(b"")
+
+    def answer() -> None:
+        _, payload = inputs.recv_multipart()
+        call = messages.decode_utility(payload)
+        assert call.method == JOIN and call.args == [f"{addresses[1]}_3_0"]
+        outputs.connect(call.args[0])
+        outputs.send(messages.encode(EngineCoreOutputs(utility_result=UtilityResult(call.call_id, True))))
+
+    answering = threading.Thread(target=answer)
+    answering.start()
+    try:
+        yield
+    finally:
+        answering.join()
+        context.destroy(linger=0)
+
+
 def run(test: object) -> None:
     asyncio.run(asyncio.wait_for(test, PATIENCE))  # type: ignore[arg-type]
 
@@ -92,13 +121,9 @@ def test_an_engine_that_dies_unseen_is_replaced_until_the_launcher_says_no(launc
 
         starting = asyncio.create_task(clients[2].start())
         launcher.tell(EngineStarted(1, *launcher.addresses("third")), EngineUp(1, READY))
-        context = zmq.Context()
-        engine = context.socket(zmq.DEALER)
-        engine.setsockopt(zmq.IDENTITY, (1).to_bytes(2, "little"))
-        engine.connect(launcher.addresses("third")[0] + "_3")
-        engine.send(b"")
-        assert (await starting).num_gpu_blocks == 10  # nobody waits for the other servers, which serve
-        assert await asyncio.to_thread(launcher.report) == Connected(1)
+        with engine_at(launcher.addresses("third")):
+            assert (await starting).num_gpu_blocks == 10  # nobody waits for the other servers, which serve
+            assert await asyncio.to_thread(launcher.report) == Connected(1)
         clients[2].stands_still()
         assert await asyncio.to_thread(launcher.report) == EngineStalled(1, launcher.addresses("third")[0])
         launcher.tell(EngineGone(1, -15, again=False))
@@ -107,7 +132,6 @@ def test_an_engine_that_dies_unseen_is_replaced_until_the_launcher_says_no(launc
         assert not launcher.link.goes_on
         with pytest.raises(EngineStartError, match="not started again"):
             await clients[3].start()
-        context.destroy(linger=0)
         for client in clients:
             client.shutdown()
 
@@ -120,16 +144,11 @@ def test_the_first_one_is_ready_when_all_servers_are_connected(launcher: Launche
     async def test() -> None:
         starting = asyncio.create_task(client.start())
         launcher.tell(EngineUp(1, READY))
-        context = zmq.Context()
-        engine = context.socket(zmq.DEALER)
-        engine.setsockopt(zmq.IDENTITY, (1).to_bytes(2, "little"))
-        engine.connect(launcher.addresses("first")[0] + "_3")
-        engine.send(b"")
-        assert await asyncio.to_thread(launcher.report) == Connected(1)
-        assert not starting.done()
-        launcher.tell(AllConnected(1))
-        await starting
-        context.destroy(linger=0)
+        with engine_at(launcher.addresses("first")):
+            assert await asyncio.to_thread(launcher.report) == Connected(1)
+            assert not starting.done()
+            launcher.tell(AllConnected(1))
+            await starting
         client.shutdown()
 
     run(test())

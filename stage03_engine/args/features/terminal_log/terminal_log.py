@@ -6,14 +6,14 @@ import logging
 import sys
 from typing import TextIO
 
-from stagetrace.terminal import DIM, RED, YELLOW, folded, is_terminal, painted, wants_colour, width_of_output
+from stagetrace.terminal import DIM, RED, YELLOW, folded, painted, wants_colour, width_of_output
 
 INDENT = 4  # of what does not fit into the line, so that it looks like no record
 
 
-def formatter_for(process: str) -> logging.Formatter | None:
-    """What standard error gets in this process, if it is a terminal."""
-    return TerminalFormatter(process, sys.stderr) if is_terminal(sys.stderr) else None
+def formatter_for(process: str) -> logging.Formatter:
+    """What standard error gets in this process, which is a terminal."""
+    return TerminalFormatter(process, sys.stderr)
 
 
 class TerminalFormatter(logging.Formatter):

@@ -41,7 +41,6 @@ from stagetrace import trace
 
 POLL_MS = 50
 TERMINATE_SECONDS = 3.0
-LAST_WORDS_SECONDS = 0.5  # from a worker's error until the death of the worker that caused it is known
 HELLO_SECONDS = 600.0  # for the processes to import their modules; loading may take any time
 
 
@@ -51,6 +50,9 @@ class WorkerProcesses:
     Invariant: until the object is closed, a thread waits for each process, so that its end is known at once. The object knows no
     executor, so an executor that is no longer used can end it (`weakref.finalize`).
     """
+
+    LAST_WORDS_SECONDS = 0.5
+    """From a worker's error until the death of the worker that caused it is known."""
 
     def __init__(self, config: VllmConfig, lanes: list[str]) -> None:
         self.config, self.lanes = config, lanes
@@ -140,7 +142,7 @@ class WorkerProcesses:
     def _raise(self, rank: int, payload: bytes) -> None:
         """Workers that waited for one that was killed report errors too: then the kill is the reason."""
         error = error_of(decode_failed(payload), self.lanes[rank])
-        if len(self.lanes) > 1 and not isinstance(error, StagesError) and self._killed.wait(LAST_WORDS_SECONDS):
+        if len(self.lanes) > 1 and not isinstance(error, StagesError) and self._killed.wait(self.LAST_WORDS_SECONDS):
             raise WorkerDiedError(self._why) from error
         raise error
 

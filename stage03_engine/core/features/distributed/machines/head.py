@@ -35,7 +35,7 @@ from stage03_engine.core.features.distributed.machines.messages import (
 from stage03_engine.core.features.distributed.multiproc_executor import MultiprocExecutor, WorkerProcesses
 from stage03_engine.core.features.distributed.worker_messages import WorkerInit
 from stage03_engine.errors import ConfigError
-from stage03_engine.nodes.hub import Hub
+from stage03_engine.nodes.hub import PING_SECONDS, Hub
 from stage03_engine.nodes.messages import Bye, Join
 from stage03_engine.nodes.sameness import facts_of
 from stage03_engine.nodes.secure_sockets import read_secret
@@ -94,6 +94,8 @@ class Nodes(Hub[WorkerEnded]):
 
 class WorkersOfMachines(WorkerProcesses):
     """The workers of all machines. Those of this machine are child processes; `Nodes` hears of the others."""
+
+    LAST_WORDS_SECONDS = 0.5 + 3 * PING_SECONDS  # a machine is known to be gone when it has got no ping
 
     def _open(self) -> None:
         parallel = self.config.parallel_config
