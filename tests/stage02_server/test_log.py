@@ -11,6 +11,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -136,11 +137,12 @@ def test_in_a_terminal_a_line_begins_briefly_and_breaks_between_words(monkeypatc
 def test_only_a_terminal_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for stream, brief in ((Screen(), True), (io.StringIO(), False)):
         monkeypatch.setattr(sys, "stderr", stream)
-        made: list[logging.Handler] = []
-        monkeypatch.setattr(logging, "basicConfig", lambda handlers, level: made.extend(handlers))
+        set_up = Mock()
+        monkeypatch.setattr(logging, "basicConfig", set_up)
         monkeypatch.setattr(logging, "_logRecordFactory", logging.getLogRecordFactory())
         configure_logging("APIServer", ObservabilityConfig(log_level="INFO"))
-        assert isinstance(made[0].formatter, TerminalFormatter) is brief
+        [handler] = set_up.call_args.kwargs["handlers"]
+        assert isinstance(handler.formatter, TerminalFormatter) is brief
 
 
 def test_no_client_writes_a_line_or_steers_the_terminal(server: ServerProcess) -> None:
