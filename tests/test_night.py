@@ -6,6 +6,7 @@ What they may notice of it is one table, and a process that no row names fails. 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ FORMS: dict[str, tuple[str, ...]] = {
     "asc 2, dp 2": ("-asc", "2", "-dp", "2"),
     "dp 2, tp 2": ("-dp", "2", "-tp", "2"),
 }
-HURT: dict[str, Callable[[psutil.Process], None]] = {"killed": psutil.Process.kill, "stopped": psutil.Process.suspend}
+HURT: dict[str, Callable[[psutil.Process], None]] = {"stopped": psutil.Process.suspend, "killed": psutil.Process.kill}
 NOTICED = {
     ("EngineCore", "killed"): "nothing",
     ("EngineCore", "stopped"): "nothing",
@@ -42,7 +43,10 @@ NOTICED = {
 """By kind of process, beside a pause."""
 ON_DEMAND = ("grammar_checker", "chat_template.process")
 """They start with the first request that needs one."""
+NEVER_AGAIN = ("DPCoordinator",)
+"""Each API server goes by what it sends itself, then."""
 TIMES = {"killed": 20, "stopped": 5}
+SPELLINGS = itertools.count(1)
 TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 
 
@@ -89,7 +93,7 @@ class Night(Several):
         self.wait_until_whole()
 
         def count(kinds: dict[str, list[psutil.Process]]) -> dict[str, int]:
-            return {kind: len(processes) for kind, processes in kinds.items() if kind not in ON_DEMAND}
+            return {kind: len(processes) for kind, processes in kinds.items() if kind not in ON_DEMAND + NEVER_AGAIN}
 
         try:
             wait_until(lambda: count(self.living()) == count(self.kinds), "a process is missing, or one is too many")
@@ -111,11 +115,14 @@ def night(request: pytest.FixtureRequest) -> Iterator[Night]:
 
 
 def bodies() -> list[dict[str, Any]]:
-    """32 requests: greedy and sampled, with and without logprobs, streamed and whole."""
+    """32 requests: greedy and sampled, with and without logprobs, streamed and whole, some as chats and some by a grammar, which is
+    always the same language in other words, so that it has to be checked."""
     kinds: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 0, "logprobs": 2}, *SAMPLED]
     same = {"max_tokens": MAX_TOKENS, "ignore_eos": True}
     asked = [same | kinds[i % len(kinds)] | {"prompt": PROMPTS[i], "stream": i % 4 != 3} for i in range(32)]
-    for body in asked[::5]:  # some as chats
+    for body in asked[1::6]:
+        body["structured_outputs"] = {"regex": f"[a-z ]*(x{{{next(SPELLINGS)}}})?"}
+    for body in asked[::5]:
         body["messages"] = [{"role": "user", "content": body.pop("prompt")}]
         body.pop("echo", None)
         if "logprobs" in body:

@@ -28,6 +28,7 @@ T = TypeVar("T")
 AT_ONCE = 2  # files of all clients
 MOST_UPLOADS = 64  # files of one client that arrive, or wait on the disk: 25 MiB each
 CPU_SECONDS = 60.0  # for one file: what the limits allow takes about 15
+SILENT_SECONDS = 2 * CPU_SECONDS  # after which the process has been stopped, or gets no turn
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -40,7 +41,8 @@ class SoundDecoder:
     thread. They raise InvalidRequestError whatever the file does."""
 
     def __init__(self, max_seconds: int, cpu_seconds: float = CPU_SECONDS) -> None:
-        self._watched = find("server", "killed_after") or nullcontext
+        killed_after = find("server", "killed_after")
+        self._watched = partial(killed_after, seconds=SILENT_SECONDS) if killed_after else nullcontext
         limits = [str(max_seconds), str(cpu_seconds)]
         self._command = [sys.executable, "-m", "stage02_server.features.audio.process", *limits]
         self._process: subprocess.Popen[bytes] | None = None

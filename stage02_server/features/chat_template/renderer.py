@@ -9,6 +9,7 @@ import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any
 
 from stage02_server.features.chat_template.framing import read_message, write_message
@@ -17,6 +18,7 @@ from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.plugins import find
 from stagetrace import trace
 
+SILENT_SECONDS = 20.0  # after which a process that may compute for one has been stopped, or gets no turn
 TRIES = 2  # of one prompt, if its process is killed from outside
 
 
@@ -34,12 +36,13 @@ class TemplateRenderer:
     the first prompt; one that ended, because a template took too long, is replaced for the next prompt. The last one ends with
     this object, or with the server."""
 
-    def __init__(self, source: str | None) -> None:
+    def __init__(self, source: str | None, silent_seconds: float = SILENT_SECONDS) -> None:
         """`source` is the template of prompts that bring none."""
         self._source, self._process = source, None
         pool = find("server", "turns") or ThreadPoolExecutor  # without turns by key: first come, first served
         self._thread = pool(1, "template")
-        self._watched = find("server", "killed_after") or nullcontext
+        killed_after = find("server", "killed_after")
+        self._watched = partial(killed_after, seconds=silent_seconds) if killed_after else nullcontext
         self.content_format = "string"
 
     def start(self) -> None:

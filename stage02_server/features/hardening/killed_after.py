@@ -7,13 +7,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-SILENT_SECONDS = 120.0  # twice the most that one of them may compute
-
 
 @contextmanager
-def killed_after(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """While this block waits for the process. One that stays silent for SILENT_SECONDS is killed, so that the block sees its pipes close."""
-    timer = threading.Timer(SILENT_SECONDS, process.kill)
+def killed_after(process: subprocess.Popen[bytes], seconds: float) -> Iterator[None]:
+    """While this block waits for the process. One that stays silent for so many seconds is killed, so that the block sees its pipes close."""
+    timer = threading.Timer(seconds, process.kill)
     timer.daemon = True
     timer.start()
     try:
