@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stage03_engine.config import VllmConfig
+from stage03_engine.config import SECTIONS, VllmConfig
 from stage03_engine.core.features.distributed.parallel_state import destroy_distributed, trace_step
 from stage03_engine.core.features.distributed.rank_worker import join, own_config
 from stage03_engine.core.features.distributed.ranks import Ranks
@@ -45,8 +45,13 @@ VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 COMMAND = "stage03_engine.__main__"
 OWN = {
     "model", "tokenizer", "model_path", "tokenizer_path", "download_dir", "gpu_memory_utilization", "kv_cache_memory_bytes",
+    "speculative_config", "draft_model_path", "lora_modules", "kv_transfer_config", "path",
 }  # fmt: skip
 """Settings that each process may have for itself: where files are on its machine, and its memory, of which the smallest counts."""
+OWN_SECTIONS = {
+    "device_config", "observability_config", "parallel_config", "data_parallel_config", "front_ends", "node_config",
+}  # fmt: skip
+"""And those about its processor, its log and its place; `join` has compared the sizes."""
 
 
 def launched(config: VllmConfig, environ: Mapping[str, str] = os.environ) -> tuple[Ranks, int]:
@@ -171,7 +176,7 @@ class ExecutorWithExternalLauncher(Executor):
             return
         settings = {
             each.name: getattr(section, each.name)
-            for section in (config.model_config, config.cache_config, config.scheduler_config)
+            for section in (getattr(config, name) for name in SECTIONS if name not in OWN_SECTIONS)
             for each in fields(section)
             if each.name not in OWN
         }
