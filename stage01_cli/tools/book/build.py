@@ -143,11 +143,13 @@ def _index(front: str, found: Iterable[tuple[str, list[Path]]], base: Path) -> s
 
 
 def _write_lab(lab: Path, pyodide: Path) -> Iterator[str]:
-    """The laboratory, and the exercises that use its Pyodide."""
+    """The laboratory, and what uses its Pyodide: one's own text, and the exercises."""
+    from stage01_cli.tools.book import own_text_page
     from stage01_cli.tools.book.exercise_page import write_page
     from stage01_cli.tools.lab.static_site import write_site
 
     yield from list(write_site(lab, pyodide))[:1]
+    own_text_page.write_page(lab)
     if missing := missing_wheels(pyodide):
         yield f"no exercises in the browser: {pyodide} has no wheel of {', '.join(missing)}"
     else:
@@ -157,7 +159,10 @@ def _write_lab(lab: Path, pyodide: Path) -> Iterator[str]:
 def _play(with_lab: bool, with_exercises: bool) -> str:
     """What moves, on the first page."""
     lab = (
-        ["- [The laboratory](page:lab/index.html): the real scheduler, driven by hand, or a scheduler of your own"]
+        [
+            "- [Your own text](page:lab/own_text.html): gpt2-tiny writes on in this browser, and you watch its engine, step by step",
+            "- [The laboratory](page:lab/index.html): the real scheduler, driven by hand, or a scheduler of your own",
+        ]
         if with_lab
         else []
     )
