@@ -43,8 +43,8 @@ NOTICED = {
 """By kind of process, beside a pause."""
 ON_DEMAND = ("grammar_checker", "chat_template.process")
 """They start with the first request that needs one."""
-NEVER_AGAIN = ("DPCoordinator",)
-"""Each API server goes by what it sends itself, then."""
+BOUNDED = ("DPCoordinator",)
+"""Started again three times within ten minutes; from then on each API server goes by what it sends itself."""
 TIMES = {"killed": 20, "stopped": 5}
 SPELLINGS = itertools.count(1)
 TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
@@ -93,7 +93,7 @@ class Night(Several):
         self.wait_until_whole()
 
         def count(kinds: dict[str, list[psutil.Process]]) -> dict[str, int]:
-            return {kind: len(processes) for kind, processes in kinds.items() if kind not in ON_DEMAND + NEVER_AGAIN}
+            return {kind: len(processes) for kind, processes in kinds.items() if kind not in ON_DEMAND + BOUNDED}
 
         try:
             wait_until(lambda: count(self.living()) == count(self.kinds), "a process is missing, or one is too many")

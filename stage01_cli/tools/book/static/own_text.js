@@ -17,6 +17,8 @@ async function ask(question) {
   return answer && !answer.problem ? answer : null;
 }
 
+const count = (number, noun) => `${number} ${noun}${number === 1 ? "" : "s"}`;
+
 const number = (id) => {
   const field = byId(id);
   return Math.min(Number(field.max), Math.max(Number(field.min), Math.trunc(Number(field.value)) || Number(field.min)));
@@ -82,7 +84,7 @@ function show(place) {
   byId("play").textContent = playing ? "Pause" : "Play";
   byId("play").setAttribute("aria-pressed", String(playing));
   const given = Object.values(now.given);
-  byId("batch").textContent = given.length ? `${given.reduce((a, b) => a + b)} tokens of ${given.length} requests in this step, ${now.free.length} blocks free` : "";
+  byId("batch").textContent = given.length ? `${count(given.reduce((a, b) => a + b), "token")} of ${count(given.length, "request")} in this step, ${count(now.free.length, "block")} free` : "";
   byId("requests").replaceChildren(...now.requests.map((each) => row(each, now)));
   showBlocks(now);
   showHead(now);
@@ -92,12 +94,12 @@ function show(place) {
 
 function row(each, now) {
   const item = document.createElement("li");
-  const count = now.given[each.name];
+  const given = now.given[each.name];
   const what = now.preempted.includes(each.name) ? "preempted" : each.state;
   const found = now.found[each.name] ? `, ${now.found[each.name]} found` : "";
   const text = element("span", "", "text");
   text.append(element("span", each.prompt.join("")), element("span", each.text, "output"));
-  item.append(element("b", letter(each.name)), element("span", count ? `${what}: +${count}${found}` : what, "caption"), text);
+  item.append(element("b", letter(each.name)), element("span", given ? `${what}: +${given}${found}` : what, "caption"), text);
   return item;
 }
 
@@ -138,7 +140,7 @@ function showHead(now) {
   }));
 }
 
-for (const [id, count] of [["layer", DATA.layers], ["head", DATA.heads]]) byId(id).replaceChildren(...Array.from({ length: count }, (_, i) => new Option(i, i)));
+for (const [id, length] of [["layer", DATA.layers], ["head", DATA.heads]]) byId(id).replaceChildren(...Array.from({ length }, (_, i) => new Option(i, i)));
 byId("send").onclick = () => send([byId("prompt").value]);
 byId("send-8").onclick = () => send([byId("prompt").value, ...OTHERS]);
 byId("again").onclick = begin;
