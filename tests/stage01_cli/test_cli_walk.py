@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import json
+import keyword
 import os
 import shutil
 import signal
@@ -14,11 +15,14 @@ import socket
 import subprocess
 import sys
 import tempfile
+import tokenize
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from http.server import ThreadingHTTPServer
+from io import StringIO
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -461,6 +465,42 @@ def test_the_source_is_beside_the_path(opened: Opened, path: WalkPath) -> None:
     assert "sampler.sampled" in facts and VOCABULARY["sampler.sampled"].meaning in facts
     opened.page.locator("#facts .link", has_text="ModelRunner.execute_model").click()
     assert opened.name() == "ModelRunner.execute_model"
+
+
+def kinds_of(text: str) -> list[tuple[str, str]]:
+    """Each keyword, comment and string of a file, as Python's own tokenizer sees it; strings without their prefix."""
+    found, begins, depth = [], 0, 0
+    starts = list(accumulate((len(line) for line in text.splitlines(keepends=True)), initial=0))
+    for token in tokenize.generate_tokens(StringIO(text).readline):
+        kind = tokenize.tok_name[token.type]
+        start, end = (starts[line - 1] + column for line, column in (token.start, token.end))
+        if kind == "FSTRING_START":  # from Python 3.12 on its parts are tokens, too
+            begins, depth = (start if depth == 0 else begins), depth + 1
+        elif kind == "FSTRING_END":
+            depth -= 1
+        if depth:
+            continue
+        if kind in ("STRING", "FSTRING_END"):
+            start = begins if kind == "FSTRING_END" else start
+            found.append(("string", text[start:end].lstrip("fFrRbBuU")))
+        elif kind == "COMMENT":
+            found.append(("comment", text[start:end]))
+        elif kind == "NAME" and token.string in keyword.kwlist:
+            found.append(("keyword", token.string))
+    return found
+
+
+def test_the_colours_are_those_of_pythons_own_tokenizer(opened: Opened) -> None:
+    files = sorted(file for stage in ROOT.glob("stage0*") for file in stage.rglob("*.py"))
+    texts = [file.read_text(encoding="utf-8") for file in files]
+    coloured = opened.page.evaluate("texts => texts.map((text) => coloured(text))", texts)
+    assert len(files) > 500
+    for file, text, lines in zip(files, texts, coloured, strict=True):
+        assert "\n".join("".join(part for _, part in line) for line in lines) == text
+        expected = [(kind, line) for kind, whole in kinds_of(text) for line in whole.split("\n") if line]
+        seen = [(kind, part) for line in lines for kind, part in line if kind]
+        inside = [each for each in seen if each not in expected]
+        assert seen == expected, (file, inside[:3])
 
 
 def test_searching(opened: Opened, path: WalkPath) -> None:

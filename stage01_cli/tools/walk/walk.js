@@ -14,6 +14,27 @@ function make(tag, attributes = {}, ...children) {
 
 const byId = (id) => document.getElementById(id);
 
+const KEYWORDS = `False|None|True|and|as|assert|async|await|break|class|continue|def|del|elif|else|except|finally|for|from|global|if|import|in|is|lambda|nonlocal|not|or|pass|raise|return|try|while|with|yield`;
+const PIECES = new RegExp(
+  String.raw`("""[^]*?"""|'''[^]*?'''|"(?:\\[^]|[^"\\\n])*"|'(?:\\[^]|[^'\\\n])*')|(#.*)|\b(${KEYWORDS})\b`, "g");
+
+/** For each line of a Python file its parts, as [class or "", text]. */
+function coloured(text) {
+  const lines = [[]];
+  const put = (kind, part) => part.split("\n").forEach((piece, at) => {
+    if (at) lines.push([]);
+    if (piece) lines.at(-1).push([kind, piece]);
+  });
+  let end = 0;
+  for (const match of text.matchAll(PIECES)) {
+    put("", text.slice(end, match.index));
+    put(["string", "comment", "keyword"][match.slice(1).findIndex(Boolean)], match[0]);
+    end = match.index + match[0].length;
+  }
+  put("", text.slice(end));
+  return lines;
+}
+
 class Walk {
   constructor(data) {
     Object.assign(this, data); // title, phases, files, lanes, arrivals, meanings, rows
@@ -88,7 +109,8 @@ class Walk {
     const file = this.files[row.file];
     if (this.file !== row.file) {
       const ran = new Set(file.ran);
-      this.lines = file.text.split("\n").map((text, at) => make("div", ran.has(at + 1) ? { class: "ran" } : {}, text));
+      this.lines = coloured(file.text).map((parts, at) => make("div", ran.has(at + 1) ? { class: "ran" } : {},
+        ...parts.map(([kind, part]) => (kind ? make("span", { class: kind }, part) : part))));
       byId("source").replaceChildren(...this.lines);
       this.file = row.file;
     }
