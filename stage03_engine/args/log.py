@@ -17,7 +17,6 @@ from stage03_engine.config import ObservabilityConfig, VllmConfig
 from stage03_engine.mixins import load
 from stage03_engine.plugins import find
 from stagetrace.redact import redact_values
-from stagetrace.terminal import is_terminal
 from stagetrace.text import OneLineRecord
 
 if TYPE_CHECKING:
@@ -35,8 +34,7 @@ def configure_logging(process: str, flags: ObservabilityConfig) -> None:
     set_up = find("engine", "log_config")
     if set_up is not None and set_up(flags):
         return
-    handler = logging.StreamHandler(sys.stderr)
-    lines = find("engine", "terminal_log") if is_terminal(sys.stderr) else None
+    lines, handler = sys.stderr.isatty() and find("engine", "terminal_log"), logging.StreamHandler(sys.stderr)
     whole = logging.Formatter(f"({process} pid={os.getpid()}) {FORMAT}", DATE_FORMAT)
     handler.setFormatter(lines(process) if lines else whole)
     logging.basicConfig(handlers=[handler], level=logging.INFO)
