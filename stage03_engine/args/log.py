@@ -17,6 +17,7 @@ from stage03_engine.config import ObservabilityConfig, VllmConfig
 from stage03_engine.mixins import load
 from stage03_engine.plugins import find
 from stagetrace.redact import redact_values
+from stagetrace.terminal import is_terminal
 from stagetrace.text import OneLineRecord
 
 if TYPE_CHECKING:
@@ -31,10 +32,9 @@ def configure_logging(process: str, flags: ObservabilityConfig) -> None:
     """Send everything from INFO upwards to stderr, unless logging is set up already or a feature sets it up. Either way each record
     is one line (OneLineRecord). Raises ConfigError for a log configuration that cannot be used."""
     logging.setLogRecordFactory(OneLineRecord)
-    set_up = find("engine", "log_config")
-    if set_up is not None and set_up(flags):
+    if (set_up := find("engine", "log_config")) and set_up(flags):
         return
-    lines, handler = sys.stderr.isatty() and find("engine", "terminal_log"), logging.StreamHandler(sys.stderr)
+    lines, handler = is_terminal(sys.stderr) and find("engine", "terminal_log"), logging.StreamHandler(sys.stderr)
     whole = logging.Formatter(f"({process} pid={os.getpid()}) {FORMAT}", DATE_FORMAT)
     handler.setFormatter(lines(process) if lines else whole)
     logging.basicConfig(handlers=[handler], level=logging.INFO)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections import Counter
 from collections.abc import Iterator
@@ -88,6 +89,13 @@ def middleware(folder: Path, how: str) -> tuple[str, Path]:
         f"import os\nos.environ['PYTHONPATH'] = {str(folder)!r} + os.pathsep + os.environ.get('PYTHONPATH', '')",
         flag,
     )
+
+
+HALT = "pathlib.Path({flag!r}).unlink(); os.kill(os.getpid(), 19)"
+AS_SOON_AS_READY = f"""import stage02_server.launcher
+    def halt():  # called for the line of the log that says so
+        {HALT}
+    stage02_server.launcher.seconds_since_start = halt"""
 
 
 def gone(processes: list[psutil.Process]) -> bool:
@@ -219,6 +227,29 @@ def test_a_stopped_server_is_killed_and_started_again(start_server: Start) -> No
     server.process.terminate()
     assert server.wait() == 0
     assert not any("APIServer_0 has not answered" in line for line in server.lines)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [(HALT, "20 s (it is not ready yet)"), (AS_SOON_AS_READY, "5 s (--engine-stall-seconds)")],
+    ids=["while it starts", "as soon as it is ready"],
+)
+def test_a_server_that_halts_before_it_has_answered_is_started_again(
+    start_server: Start, tmp_path: Path, how: str, said: str
+) -> None:
+    """Asked for the first time, or not even that."""
+    patch, flag = middleware(tmp_path, how.replace("{flag!r}", repr(str(tmp_path / "die"))))
+    patch += "\nfrom stage02_server.features.api_servers import launch\nlaunch.START_SECONDS = 20"
+    server = start_server(*ECHO, "--engine-stall-seconds", "5", "--middleware", "dies.Layer", patch=patch)
+    wait_until_both_serve(server)
+    flag.touch()
+    kill(server, "APIServer_1")
+    server.wait_for(re.escape(f"APIServer_1 has not answered for {said}"))
+    wait_until_it_serves_again(server, "APIServer_1")
+    with connected_to(server, 1) as client:
+        client.post("/v1/completions", json=BODY).raise_for_status()
+    server.process.terminate()
+    assert server.wait() == 0
 
 
 def stats(queries: int, running: int = 0) -> EngineCoreOutputs:

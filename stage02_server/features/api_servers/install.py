@@ -1,15 +1,18 @@
-"""What is different in one of several API servers: it shows the metrics of all, and tenants are the same on all."""
+"""What is different in one of several API servers: its launcher watches it, it shows the metrics of all, and tenants are the same on all."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from stage02_server.api_server import Services
-from stage02_server.features.api_servers.this_server import set_engine, this_server
+from stage02_server.features.api_servers.this_server import set_ready, this_server
+from stage03_engine.frontend.features.shared_engine import Alive, launcher_link
+from stage03_engine.frontend.metrics import StatLogger
 
 COMPUTED = ("stages:server_state",)
 """Metrics that are computed when they are read. No file has them, so they describe the server that answers."""
@@ -37,11 +40,22 @@ class MergedRegistry(CollectorRegistry):
         yield from (metric for metric in self._own.collect() if metric.name not in merged)
 
 
+class _Readiness(StatLogger):
+    """Tells the launcher when this server is ready. Asked only from time to time, it could halt before its first answer, unnoticed."""
+
+    def record(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def engine_ready(self) -> None:
+        set_ready()
+        launcher_link().tell(Alive())
+
+
 def install(app: FastAPI, services: Services) -> None:
     """Does nothing in a process that is not one of several API servers."""
     if (start := this_server()) is None:
         return
-    set_engine(services.engine)
+    services.engine.stat_loggers.append(_Readiness())
     services.registry = MergedRegistry(services.registry, start.folder)
     if (tenants := getattr(app.state, "tenants", None)) is not None:
         tenants.share_salts(start.secret)

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 STALL_SECONDS = 60.0  # as for one of several engines
 QUESTIONS = 4  # that a server leaves unanswered before it counts as halted
+START_SECONDS = 600.0  # for a server to become ready once the engines are (vLLM: VLLM_ENGINE_READY_TIMEOUT_S)
 RESTART_LIMIT = "stage03_engine.frontend.features.data_parallel.restart:RestartLimit"
 END_SECONDS = 10.0  # for an API server to end, beyond the time that its requests get
 
@@ -222,7 +223,7 @@ class Launcher:
         if isinstance(report, Connected):
             self._server_connected(server, report.engine)
         elif isinstance(report, Alive):
-            server.unanswered = 0
+            server.unanswered, server.is_ready = 0, True
         elif isinstance(report, EngineStalled):
             self._engines.end_stalled(report.engine, report.input_address)
         elif server.start.restarts:
@@ -289,19 +290,19 @@ class Launcher:
         return said
 
     async def _look_for_stalls(self) -> None:
-        """Kill a server whose event loop has not answered for --engine-stall-seconds: then it is started again. What counts is how often this
-        process has asked, so that one that was halted itself blames nobody."""
+        """Kill a server whose event loop has not answered for --engine-stall-seconds: then it is started again. One that is not ready yet has
+        START_SECONDS. What counts is how often this process has asked, so that one that was halted itself blames nobody."""
         given = getattr(self._args, "engine_stall_seconds", None)
         seconds = STALL_SECONDS if given is None else given
         if not seconds or self._limit is None or not self._limit.most:
             return
         while not self._is_ending:
-            for server in self._running:
+            for server in self._running if self._is_up else ():
                 server.ask()
             await asyncio.sleep(seconds / QUESTIONS)
             for server in self._running:
-                if (server.unanswered or 0) >= QUESTIONS:
-                    logger.error(
-                        "%s has not answered for %g s (--engine-stall-seconds); it is killed.", server.name, seconds
-                    )
+                limit = seconds if server.is_ready else max(seconds, START_SECONDS)
+                if server.unanswered * seconds >= QUESTIONS * limit:
+                    flag = "--engine-stall-seconds" if server.is_ready else "it is not ready yet"
+                    logger.error("%s has not answered for %g s (%s); it is killed.", server.name, limit, flag)
                     server.process.kill()

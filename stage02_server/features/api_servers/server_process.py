@@ -25,7 +25,10 @@ class ApiServerProcess:
     def __init__(self, start: Start) -> None:
         self.name, self.start = start.name, start
         self.failed: str | None = None  # what it reported before it ended
-        self.unanswered: int | None = None  # questions since its last answer; None until it is ready
+        self.unanswered, self.is_ready = (
+            0,
+            False,
+        )  # questions since its last answer, which are what says that it is ready
         self._link, theirs = socket.socketpair()
         command = [sys.executable, "-m", "stage02_server.features.api_servers", str(start.index)]
         environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": start.folder}
@@ -42,9 +45,8 @@ class ApiServerProcess:
         self._send(encode(order))
 
     def ask(self) -> None:
-        """Ask its event loop for a sign of life, which comes as a report once it is ready."""
-        if self.unanswered is not None:
-            self.unanswered += 1
+        """Ask its event loop for a sign of life. The first one comes unasked, when it is ready."""
+        self.unanswered += 1
         self.tell(AreYouAlive())
 
     def _send(self, line: bytes) -> None:

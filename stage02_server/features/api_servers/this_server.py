@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import msgspec
 
 from stage02_server.cli_args import FrontendArgs
 from stage03_engine.config import VllmConfig
-
-if TYPE_CHECKING:
-    from stage03_engine.frontend.async_llm import AsyncLLM
 
 
 class Start(msgspec.Struct):
@@ -50,15 +45,15 @@ def this_server() -> Start | None:
     return _this
 
 
-_engine: AsyncLLM | None = None
+_is_ready = False
 
 
-def set_engine(engine: AsyncLLM) -> None:
-    """This process serves with this engine."""
-    global _engine
-    _engine = engine
+def set_ready() -> None:
+    """This API server serves from now on."""
+    global _is_ready
+    _is_ready = True
 
 
 def is_ready() -> bool:
     """Does this API server serve? Known to its event loop."""
-    return _engine is not None and _engine.ready is not None
+    return _is_ready

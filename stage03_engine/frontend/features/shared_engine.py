@@ -77,7 +77,7 @@ class Stop(msgspec.Struct, tag=True):
 
 
 class AreYouAlive(msgspec.Struct, tag=True):
-    """Launcher -> API server: let your event loop answer, if you are ready (Alive)."""
+    """Launcher -> API server: let your event loop answer, once you are ready (Alive)."""
 
 
 class Connected(msgspec.Struct, tag=True):
@@ -94,7 +94,7 @@ class EngineStalled(msgspec.Struct, tag=True):
 
 
 class Alive(msgspec.Struct, tag=True):
-    """API server -> launcher: it is ready, and its event loop goes round."""
+    """API server -> launcher: it has become ready, or its event loop goes round still."""
 
 
 class Failed(msgspec.Struct, tag=True):
@@ -246,7 +246,8 @@ def use_link(link: LauncherLink) -> None:
     _link = link
 
 
-def _launcher() -> LauncherLink:
+def launcher_link() -> LauncherLink:
+    """What `use_link` was told."""
     assert _link is not None, "the launcher sets the number of front ends, and says where the engines are"
     return _link
 
@@ -264,12 +265,12 @@ class SharedEngineClient(AsyncMPClient):
 
     async def start(self) -> EngineReady:
         # What engines still answer to a server that ended is none of this one's calls.
-        self._call_ids = itertools.count(_launcher().restarts << 32)
-        shared = await _launcher().take_engine(self._index)
+        self._call_ids = itertools.count(launcher_link().restarts << 32)
+        shared = await launcher_link().take_engine(self._index)
         while (
-            _launcher().restarts and not await shared.comes_up()
+            launcher_link().restarts and not await shared.comes_up()
         ):  # who joins others waits for its successor, as they do
-            shared = await _launcher().take_engine(self._index)
+            shared = await launcher_link().take_engine(self._index)
         self._process = shared
         ended = asyncio.wrap_future(shared.ended)
         connecting = asyncio.create_task(self._connect(shared))
@@ -284,7 +285,7 @@ class SharedEngineClient(AsyncMPClient):
 
     def stands_still(self) -> None:
         """It has owed an answer for too long. The launcher, which started it, ends it."""
-        _launcher().give_up(self._index)
+        launcher_link().give_up(self._index)
 
     async def _connect(self, shared: SharedEngine) -> EngineReady:
         ready = await super().start()
@@ -298,7 +299,7 @@ class SharedEngineClient(AsyncMPClient):
 
 def make_shared_client(config: VllmConfig) -> AsyncEngineCoreClient:
     """The client of this API server: of the one engine, or of several, with what the coordinator says about them."""
-    link = _launcher()
+    link = launcher_link()
     if link.coordinator is None:
         return SharedEngineClient(config)
     return load(SEVERAL_ENGINES)(config, link, SharedEngineClient)

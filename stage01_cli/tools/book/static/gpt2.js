@@ -1,7 +1,7 @@
 // gpt2-tiny in plain JavaScript, for the worker of "Your own text": the tokenizer, and a forward pass over a paged KV cache.
 // The twin of stage03_engine/core/models/gpt2.py and of the tokenizers package; the page's Python decides who gets which block.
 
-const PIECES = /'(?:s|t|re|ve|m|ll|d)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+/gu; // GPT-2's
+const PIECES = /'(?:s|t|re|ve|m|ll|d)| ?\p{L}+| ?\p{N}+| ?[^\p{White_Space}\p{L}\p{N}]+|\p{White_Space}+(?!\P{White_Space})|\p{White_Space}+/gu; // GPT-2's; \s would be another set of spaces here
 
 /** Byte -> the character that stands for it in the vocabulary: printable ones for themselves, the others from 256 on. */
 function byteCharacters() {
