@@ -14,7 +14,7 @@ from stage04_kernels.backends.native.memory import packed_tensor
 ACTIVATIONS = {None: 0, "gelu_tanh": 1}
 FORMATS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.int8: "int8"}  # of weights
 SUFFIXES = {torch.float32: "", torch.bfloat16: "_bf16"}  # of inputs and results
-QUAD = 4  # int8 weights are packed by fours
+SIDE = {torch.float32: 1, torch.bfloat16: 2, torch.int8: 4}  # inputs of one output that are packed side by side
 
 
 def input_bits() -> int:
@@ -46,7 +46,7 @@ class NativeLinear:
         library, name = load_library(), FORMATS[weight.dtype]
         self.out_features, self.in_features = weight.shape
         panels = -(-self.out_features // library.panel_width())
-        inputs = -(-self.in_features // QUAD) * QUAD if weight.dtype == torch.int8 else self.in_features
+        inputs = -(-self.in_features // SIDE[weight.dtype]) * SIDE[weight.dtype]
         self.packed = packed_tensor(panels * library.panel_width() * inputs, weight.dtype)
         function(f"pack_{name}", "pllplli")(
             weight.data_ptr(), *weight.stride(), self.packed.data_ptr(), self.in_features, self.out_features,

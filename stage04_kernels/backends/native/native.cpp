@@ -79,63 +79,111 @@ static floats exp_of(floats x) {
 // y[m, n] = activation(sum over k of x[m, k] * w[n, k] + bias[n])
 //
 // Weights are packed in panels of NR = 2 * V outputs. A panel holds its weights in the order in which they are read: for
-// each k, NR numbers. Few rows are bound by reading the weights: each is read once, in order, in its own format. Many rows
+// each k, NR numbers; in bfloat16 for each two k, NR pairs, since there are instructions that multiply and add pairs. Few rows are bound by reading the weights: each is read once, in order, in its own format. Many rows
 // are bound by arithmetic: a tile of MR rows keeps its MR x NR sums in registers, and KC numbers of a panel stay in the
 // nearest cache while all tiles use them (Goto and van de Geijn 2008, "Anatomy of High-Performance Matrix Multiplication").
 //
 // Every sum is one chain of multiply-adds in the order of k, whatever the number of rows: so a row's result does not depend,
-// in any bit, on its neighbours.
+// in any bit, on its neighbours. Where the processor multiplies bfloat16 (AVX512-BF16), a link of the chain adds the products of a
+// pair, whose sum is rounded once less or more than two links are, and what is smaller than normal numbers counts as 0.
 
 constexpr int NR = 2 * V, KC = 256, AHEAD = 32, BLOCK = 1 << 16;
 constexpr int PANELS = 4;  // side by side for few rows: no multiply-add waits for the one before, and memory is read in four places
 constexpr int FEW_ROWS = 3;  // measured on AVX2: 2 and 3 rows cost 1.05 and 1.15 times one row, in tiles 1.35 and 1.4 times
+
+#if defined(__AVX512BF16__)
+constexpr bool PAIRS = true;
+#else
+constexpr bool PAIRS = false;
+#endif
+
+// How many k lie side by side for one output, and the numbers that a product of such weights needs in memory.
+template <class T> constexpr int SIDE = std::is_same_v<T, bfloat16> ? 2 : std::is_same_v<T, int8_t> ? 4 : 1;
+template <class T> static long padded(long inputs) { return (inputs + SIDE<T> - 1) / SIDE<T> * SIDE<T>; }
 
 static inline void unpack(const float* w, floats out[2]) {
   out[0] = *(const any_floats*)w;
   out[1] = *(const any_floats*)(w + V);
 }
 
-static inline void unpack(const bfloat16* w, floats out[2]) {  // outputs j and j + V share a lane: low half, high half
+static inline void unpack(const bfloat16* w, floats out[2]) {  // neighbours share a lane: low half, high half
   ints both = *(const any_ints*)w;
   out[0] = (floats)(both << 16);
   out[1] = (floats)(both & -65536);
 }
 
+// A panel's weights of SIDE<T> values of k, as float32.
+static inline void unpack_weights(const float* w, floats out[1][2]) { unpack(w, out[0]); }
+
+static inline void unpack_weights(const bfloat16* w, floats out[2][2]) {
+  for (int half = 0; half < 2; half++) {
+    floats pair[2];
+    unpack(w + half * 2 * V, pair);
+    for (int i = 0; i < 2; i++) out[i][half] = pair[i];
+  }
+}
+
+// Adds to each lane the products of its two weights and two inputs.
+static inline floats dot_pair(floats sum, ints weights, int32_t inputs) {
+#if defined(__AVX512BF16__)
+  return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(__m512i)weights, (__m512bh)_mm512_set1_epi32(inputs));
+#else
+  return sum + (floats)(weights << 16) * float(bfloat16{uint16_t(inputs)}) + (floats)(weights & -65536) * float(bfloat16{uint16_t(inputs >> 16)});
+#endif
+}
+
 // M rows times P panels, k from 0 to `count`. `sums` [M, P * NR] is continued, or begun if `first`.
-template <int M, int P, class T>
+template <int M, int P, class X, class T>
 static inline void tile(
-    const float* x, long row, const T* w, long panel, float* sums, int count, bool first, const T* prefetch
+    const X* x, long row, const T* w, long panel, float* sums, int count, bool first, const T* prefetch
 ) {
+  constexpr int S = SIDE<T>;
   floats sum[M][P][2];
   for (int m = 0; m < M; m++)
     for (int p = 0; p < P; p++)
       for (int half = 0; half < 2; half++)
         sum[m][p][half] = first ? floats{} : (floats)*(any_floats*)(sums + m * P * NR + p * NR + half * V);
-  for (int k = 0; k < count; k++) {
-    if (prefetch) __builtin_prefetch(prefetch + k * NR);
+  const auto step = [&](int k, int here) {  // `here` of S values of k
     for (int p = 0; p < P; p++) {
-      floats weights[2];
-      unpack(w + p * panel + k * NR, weights);
-      for (int m = 0; m < M; m++) {
-        float input = x[m * row + k];
-        sum[m][p][0] += input * weights[0];
-        sum[m][p][1] += input * weights[1];
+      if constexpr (std::is_same_v<X, bfloat16>) {
+        for (int m = 0; m < M; m++) {
+          int32_t inputs = 0;
+          __builtin_memcpy(&inputs, x + m * row + k, here * 2);
+          for (int half = 0; half < 2; half++)
+            sum[m][p][half] = dot_pair(sum[m][p][half], *(const any_ints*)(w + p * panel + k * NR + half * 2 * V), inputs);
+        }
+      } else {
+        floats weights[S][2];
+        unpack_weights(w + p * panel + k * NR, weights);
+        for (int i = 0; i < here; i++)
+          for (int m = 0; m < M; m++) {
+            const float input = x[m * row + k + i];
+            sum[m][p][0] += input * weights[i][0];
+            sum[m][p][1] += input * weights[i][1];
+          }
       }
     }
+  };
+  int k = 0;
+  for (; k + S <= count; k += S) {
+    if (prefetch)
+      for (int line = 0; line < S * NR; line += 64 / sizeof(T)) __builtin_prefetch(prefetch + k * NR + line);
+    step(k, S);
   }
+  if (k < count) step(k, 1);
   for (int m = 0; m < M; m++)
     for (int p = 0; p < P; p++)
       for (int half = 0; half < 2; half++) *(any_floats*)(sums + m * P * NR + p * NR + half * V) = sum[m][p][half];
 }
 
 // `tile` for a number of rows that is only known now, 1 to M.
-template <class T, int M = MR, int P = 1>
+template <int M = MR, int P = 1, class X, class T>
 static void rows_tile(
-    int rows, const float* x, long row, const T* w, long panel, float* sums, int count, bool first, const T* prefetch
+    int rows, const X* x, long row, const T* w, long panel, float* sums, int count, bool first, const T* prefetch
 ) {
   if constexpr (M > 1)
-    if (rows < M) return rows_tile<T, M - 1, P>(rows, x, row, w, panel, sums, count, first, prefetch);
-  tile<M, P, T>(x, row, w, panel, sums, count, first, prefetch);
+    if (rows < M) return rows_tile<M - 1, P>(rows, x, row, w, panel, sums, count, first, prefetch);
+  tile<M, P>(x, row, w, panel, sums, count, first, prefetch);
 }
 
 enum Activation { NONE, GELU_TANH };
@@ -169,13 +217,14 @@ static void finish(
   }
 }
 
-// x [rows, inputs] float32.
-template <class T, class Y>
+// x [rows, inputs] float32, or bfloat16 with such weights where the processor multiplies pairs of them.
+template <class X, class T, class Y>
 static void linear(
-    const float* x, const T* w, const float* scale, const float* bias, int activation, Y* y, long rows, long inputs,
+    const X* x, const T* w, const float* scale, const float* bias, int activation, Y* y, long rows, long inputs,
     long outputs, int threads
 ) {
-  const long num_panels = (outputs + NR - 1) / NR, panel = inputs * NR;
+  constexpr bool as_they_are = std::is_same_v<T, float> || std::is_same_v<X, bfloat16>;  // else weights are widened, once for all tiles
+  const long num_panels = (outputs + NR - 1) / NR, panel = padded<T>(inputs) * NR;
   if (rows <= FEW_ROWS) {
     constexpr int P = PANELS;
     const long groups = (num_panels + P - 1) / P;
@@ -186,10 +235,10 @@ static void linear(
       const int here = std::min<long>(P, num_panels - first), each = here == P ? P : 1;
       const T* own = w + first * panel;
       if (here == P)
-        rows_tile<T, FEW_ROWS, P>(rows, x, inputs, own, panel, sums, inputs, true, nullptr);
+        rows_tile<FEW_ROWS, P>(rows, x, inputs, own, panel, sums, inputs, true, (const T*)nullptr);
       else
         for (int p = 0; p < here; p++)
-          rows_tile<T, FEW_ROWS>(rows, x, inputs, own + p * panel, 0, sums + p * rows * NR, inputs, true, nullptr);
+          rows_tile<FEW_ROWS>(rows, x, inputs, own + p * panel, 0, sums + p * rows * NR, inputs, true, (const T*)nullptr);
       for (int p = 0; p < here; p++)
         finish(
             sums + p * (here == P ? 1 : rows) * NR, scale, bias, activation, y, rows, (first + p) * NR, outputs, each * NR
@@ -211,23 +260,24 @@ static void linear(
       const long begin = block * num_tiles / num_blocks, end = (block + 1) * num_tiles / num_blocks;
       const T* own = w + p * panel;
       if (rows <= MR)
-        rows_tile<T>(rows, x, inputs, own, 0, sums, inputs, true, own + AHEAD * NR);
+        rows_tile(rows, x, inputs, own, 0, sums, inputs, true, own + AHEAD * NR);
       else
         for (long k = 0; k < inputs; k += KC) {
           const int count = std::min<long>(KC, inputs - k);
-          const float* weights = wide;
-          const float* prefetch = nullptr;
-          if constexpr (std::is_same_v<T, float>) {
-            weights = own + k * NR;
-            prefetch = weights + KC * NR;
-          } else
-            for (int i = 0; i < count; i++) unpack(own + (k + i) * NR, (floats*)(wide + i * NR));
-          for (long t = begin; t < end; t++) {
-            const long low = row_of(t);
-            rows_tile<float>(
-                row_of(t + 1) - low, x + low * inputs + k, inputs, weights, 0, sums + low * NR, count, k == 0,
-                t == begin + 1 ? prefetch : nullptr
-            );
+          const auto all_tiles = [&](const auto* weights, const auto* prefetch) {
+            for (long t = begin; t < end; t++) {
+              const long low = row_of(t);
+              rows_tile(
+                  row_of(t + 1) - low, x + low * inputs + k, inputs, weights, 0, sums + low * NR, count, k == 0,
+                  t == begin + 1 ? prefetch : nullptr
+              );
+            }
+          };
+          if constexpr (as_they_are)
+            all_tiles(own + k * NR, own + (k + KC) * NR);
+          else {
+            for (int i = 0; i < count; i += SIDE<T>) unpack_weights(own + (k + i) * NR, (floats(*)[2])(wide + i * NR));
+            all_tiles((const float*)wide, (const float*)nullptr);
           }
         }
       const long low = row_of(begin);
@@ -587,17 +637,14 @@ static void pack_codes(const uint8_t* codes, uint8_t* packed, long inputs, long 
 // w [outputs, inputs], each row `row` and each column `column` numbers from the next; what lies past the last is zeros.
 template <class T>
 static void pack(const T* w, long row, long column, T* packed, long inputs, long outputs, int threads) {
-  constexpr bool quads = std::is_same_v<T, int8_t>;
-  const long num_panels = (outputs + NR - 1) / NR, padded = quads ? (inputs + QUAD - 1) / QUAD * QUAD : inputs;
+  constexpr int S = SIDE<T>;
+  const long num_panels = (outputs + NR - 1) / NR, all = padded<T>(inputs);
 #pragma omp parallel for num_threads(allowed(threads))
   for (long p = 0; p < num_panels; p++)
-    for (long k = 0; k < padded; k++)
+    for (long k = 0; k < all; k++)
       for (int j = 0; j < NR; j++) {
-        long place = k * NR + j;
-        if (std::is_same_v<T, bfloat16>) place = k * NR + j % V * 2 + j / V;
-        if (quads) place = (k / QUAD * NR + j) * QUAD + k % QUAD;
         const long n = p * NR + j;
-        packed[p * padded * NR + place] = n < outputs && k < inputs ? w[n * row + k * column] : T(0);
+        packed[p * all * NR + (k / S * NR + j) * S + k % S] = n < outputs && k < inputs ? w[n * row + k * column] : T(0);
       }
 }
 
@@ -624,6 +671,7 @@ int input_bits() { return INPUT_BITS; }
   } \
   void linear_##NAME##_bf16(const bfloat16* x, const T* w, const float* scale, const float* bias, int activation, bfloat16* y, \
                             long rows, long inputs, long outputs, int threads) { \
+    if constexpr (PAIRS && std::is_same_v<T, bfloat16>) return linear(x, w, scale, bias, activation, y, rows, inputs, outputs, threads); \
     float* wide = new float[rows * inputs]; \
     widen(x, wide, rows * inputs, threads); \
     linear(wide, w, scale, bias, activation, y, rows, inputs, outputs, threads); \
