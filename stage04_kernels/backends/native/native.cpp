@@ -33,7 +33,8 @@ constexpr int V = 4, MR = 6;
 typedef float floats __attribute__((vector_size(V * 4)));
 typedef float any_floats __attribute__((vector_size(V * 4), aligned(4)));  // at any address
 typedef int32_t ints __attribute__((vector_size(V * 4)));
-typedef int16_t shorts __attribute__((vector_size(V * 4)));
+typedef uint32_t uints __attribute__((vector_size(V * 4)));
+typedef int16_t shorts __attribute__((vector_size(V * 4))), half_shorts __attribute__((vector_size(V * 2)));
 typedef int32_t any_ints __attribute__((vector_size(V * 4), aligned(1), may_alias));
 
 struct bfloat16 {
@@ -123,12 +124,12 @@ static inline void unpack_weights(const bfloat16* w, floats out[2][2]) {
   }
 }
 
-// Adds to each lane the products of its two weights and two inputs.
-static inline floats dot_pair(floats sum, ints weights, int32_t inputs) {
+// Adds to each lane the products of its two numbers of x and of y.
+static inline floats dot_pairs(floats sum, ints x, ints y) {
 #if defined(__AVX512BF16__)
-  return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(__m512i)weights, (__m512bh)_mm512_set1_epi32(inputs));
+  return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(__m512i)x, (__m512bh)(__m512i)y);
 #else
-  return sum + (floats)(weights << 16) * float(bfloat16{uint16_t(inputs)}) + (floats)(weights & -65536) * float(bfloat16{uint16_t(inputs >> 16)});
+  return sum + (floats)(x << 16) * (floats)(y << 16) + (floats)(x & -65536) * (floats)(y & -65536);
 #endif
 }
 
@@ -150,7 +151,7 @@ static inline void tile(
           int32_t inputs = 0;
           __builtin_memcpy(&inputs, x + m * row + k, here * 2);
           for (int half = 0; half < 2; half++)
-            sum[m][p][half] = dot_pair(sum[m][p][half], *(const any_ints*)(w + p * panel + k * NR + half * 2 * V), inputs);
+            sum[m][p][half] = dot_pairs(sum[m][p][half], *(const any_ints*)(w + p * panel + k * NR + half * 2 * V), ints{} + inputs);
         }
       } else {
         floats weights[S][2];
@@ -797,17 +798,19 @@ static const Coding CODINGS[] = {
 //
 // The cache of one layer's keys, and that of its values, is [num_blocks, block_size, kv_heads, dim], or codes as above; a request's blocks
 // are in its row of the block table. An item of work is a tile of query rows of one request that read the same key/value head. It
-// runs through the context in spans of SPAN positions: the keys of a span are copied side by side as float32, then its values, and
-// each row takes what it sees of them. The softmax is the online one (Milakov and Gimelshein 2018; FlashAttention, Dao et al.
+// runs through the context in spans of SPAN positions: the keys of a span are copied side by side, then its values, and each row takes
+// what it sees of them. All are float32 then, unless the processor multiplies pairs of bfloat16: then the weights of values have 8 bits too. The softmax is the online one (Milakov and Gimelshein 2018; FlashAttention, Dao et al.
 // 2022): no score is kept longer than its span. Source of the tiles: FlashAttention-2, Dao 2023.
 //
 // Spans begin at fixed positions, every sum has one order, and rows share nothing but the copies: so a row's result does not
 // depend, in any bit, on the rest of its chunk or of the batch.
 
-constexpr int SPAN = 64, TILE = 64;
+constexpr int SPAN = 64, TILE = 128;
 constexpr int KEYS = V < 8 ? 8 : V;  // scored side by side: enough sums that no multiply-add waits for the one before
 constexpr int ROWS = 3;  // mixed side by side
 constexpr int FEW = 3;  // with so few rows the copies cost more than they save: keys and values are taken where they lie
+
+template <class T> using Kept = std::conditional_t<PAIRS, T, float>;  // what numbers of a cache of T are while they are used
 
 #if defined(__has_builtin) && __has_builtin(__builtin_shufflevector)
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -860,27 +863,38 @@ template <class T> struct Attention {
   }
 };
 
-// scores[k] = query . key k for `count` keys, rounded up to whole vectors.
-template <class K>
-static inline void score(const float* query, const K* keys, long stride, long wide, float* scores, int count) {
+// scores[k] = query . key k * scale for `count` keys, rounded up to whole vectors.
+template <class Q, class K>
+static inline void score(const Q* query, const K* keys, long stride, long wide, float scale, float* scores, int count) {
   for (int k = 0; k < count; k += KEYS) {
     floats sum[KEYS] = {};
     const K* key = keys + k * stride;
     for (long d = 0; d < wide; d += NR) {
-      const floats low = load(query + d), high = load(query + d + V);
-      for (int i = 0; i < KEYS; i++) {
-        floats x[2];
-        unpack(key + i * stride + d, x);
-        sum[i] += low * x[0];
-        sum[i] += high * x[1];
+      if constexpr (std::is_same_v<Q, bfloat16>) {
+        const ints some = *(const any_ints*)(query + d);
+        for (int i = 0; i < KEYS; i++) sum[i] = dot_pairs(sum[i], *(const any_ints*)(key + i * stride + d), some);
+      } else {
+        const floats low = load(query + d), high = load(query + d + V);
+        for (int i = 0; i < KEYS; i++) {
+          floats x[2];
+          unpack(key + i * stride + d, x);
+          sum[i] += low * x[0];
+          sum[i] += high * x[1];
+        }
       }
     }
-    for (int i = 0; i < KEYS; i += V) store(scores + k + i, lane_sums(sum + i));
+    for (int i = 0; i < KEYS; i += V) store(scores + k + i, lane_sums(sum + i) * scale);
   }
 }
 
-// Scores low to high become weights, relative to the largest score so far. Returns what earlier sums are multiplied by.
-static inline float weigh(float* scores, int low, int high, float& largest, float& total) {
+// What bfloat16(x) stands for.
+static inline floats to_bfloat16(floats x) {
+  const ints bits = (ints)x;
+  return x != x ? x : (floats)((bits + 0x7fff + (bits >> 16 & 1)) & -65536);
+}
+
+// Scores low to high become weights W in their place, relative to the largest score so far. Returns what earlier sums are multiplied by.
+template <class W> static inline float weigh(float* scores, int low, int high, float& largest, float& total) {
   ints lane;
   for (int i = 0; i < V; i++) lane[i] = i;
   floats peak = floats{} + largest, sum = {};
@@ -896,7 +910,12 @@ static inline float weigh(float* scores, int low, int high, float& largest, floa
   for (int k = low / V * V; k < high; k += V) {
     floats x = load(scores + k), weight = exp_of(x - top);
     weight = x == never ? floats{} : weight;
-    store(scores + k, weight);
+    if constexpr (std::is_same_v<W, bfloat16>) {  // a row takes half the place then: what is written has been read
+      weight = to_bfloat16(weight);
+      const auto upper = __builtin_convertvector((ints)weight >> 16, half_shorts);
+      __builtin_memcpy((char*)scores + k * 2, &upper, V * 2);
+    } else
+      store(scores + k, weight);
     sum += weight;
   }
   const float rescale = top == largest ? 1.0f : exp_of(floats{} + (largest - top))[0];
@@ -907,31 +926,51 @@ static inline float weigh(float* scores, int low, int high, float& largest, floa
   return rescale;
 }
 
-// mixed += the weighted values of `count` keys, for M rows and P pairs of vectors of each.
-template <int M, int P, class K>
-static inline void mix_part(const float* weights, const K* values, long stride, long wide, float* mixed, int count) {
+// mixed += the weighted values of keys low to high, for M rows and P pairs of vectors of each. `values` are those of `low`.
+template <int M, int P, class W, class K>
+static inline void mix_part(const W* weights, const K* values, long stride, long wide, float* mixed, int low, int high) {
+  constexpr int row = SPAN * sizeof(float) / sizeof(W);
   floats sum[M][P][2];
   for (int m = 0; m < M; m++)
     for (int p = 0; p < P * 2; p++) sum[m][p / 2][p % 2] = load(mixed + m * wide + p * V);
-  for (int k = 0; k < count; k++)
-    for (int p = 0; p < P; p++) {
-      floats x[2];
-      unpack(values + k * stride + p * NR, x);
-      for (int m = 0; m < M; m++)
-        for (int half = 0; half < 2; half++) sum[m][p][half] += weights[m * SPAN + k] * x[half];
-    }
+  if constexpr (std::is_same_v<W, bfloat16>) {
+    // Two keys from an even one on: a pair for each number of their values. One of the two may be no key of these rows.
+    const auto pair = [&](int k, bool has_first, bool has_second) {
+      for (int p = 0; p < P; p++) {
+        const K* first = values + (k - low) * stride + p * NR;
+        const ints x = has_first ? *(const any_ints*)first : ints{}, y = has_second ? *(const any_ints*)(first + stride) : ints{};
+        const ints pairs[2] = {(x & 0xffff) | y << 16, (ints)((uints)x >> 16) | (y & -65536)};
+        for (int m = 0; m < M; m++) {
+          int32_t both;
+          __builtin_memcpy(&both, weights + m * row + k, 4);
+          for (int half = 0; half < 2; half++) sum[m][p][half] = dot_pairs(sum[m][p][half], pairs[half], ints{} + both);
+        }
+      }
+    };
+    int k = low;
+    if (k % 2) pair(k++ - 1, false, true);
+    for (; k + 2 <= high; k += 2) pair(k, true, true);
+    if (k < high) pair(k, true, false);
+  } else
+    for (int k = low; k < high; k++)
+      for (int p = 0; p < P; p++) {
+        floats x[2];
+        unpack(values + (k - low) * stride + p * NR, x);
+        for (int m = 0; m < M; m++)
+          for (int half = 0; half < 2; half++) sum[m][p][half] += weights[m * row + k] * x[half];
+      }
   for (int m = 0; m < M; m++)
     for (int p = 0; p < P * 2; p++) store(mixed + m * wide + p * V, sum[m][p / 2][p % 2]);
 }
 
-template <int M, class K>
-static inline void mix(const float* weights, const K* values, long stride, long wide, float* mixed, int count) {
-  if (count <= 0) return;
+template <int M, class W, class K>
+static inline void mix(const W* weights, const K* values, long stride, long wide, float* mixed, int low, int high) {
+  if (low >= high) return;
   long d = 0;
   if constexpr (M == 1)
-    for (; d + 4 * NR <= wide; d += 4 * NR) mix_part<M, 4>(weights, values + d, stride, wide, mixed + d, count);
-  for (; d + 2 * NR <= wide; d += 2 * NR) mix_part<M, 2>(weights, values + d, stride, wide, mixed + d, count);
-  for (; d < wide; d += NR) mix_part<M, 1>(weights, values + d, stride, wide, mixed + d, count);
+    for (; d + 4 * NR <= wide; d += 4 * NR) mix_part<M, 4>(weights, values + d, stride, wide, mixed + d, low, high);
+  for (; d + 2 * NR <= wide; d += 2 * NR) mix_part<M, 2>(weights, values + d, stride, wide, mixed + d, low, high);
+  for (; d < wide; d += NR) mix_part<M, 1>(weights, values + d, stride, wide, mixed + d, low, high);
 }
 
 // One key/value head of one request, read in spans.
@@ -940,7 +979,7 @@ template <class T> struct Reader {
   const int32_t* blocks;
   long head, wide;
   bool in_place;
-  float* span;
+  Kept<T>* span;
 
   // Hands positions low to high of a cache to use(data, stride, first, last): position at + k, for k from `first` to `last`, is
   // data + (k - first) * stride. Before each part, ahead(first position, number of positions) calls for what is read later.
@@ -960,7 +999,7 @@ template <class T> struct Reader {
         for (long i = std::max(0L, low - p); i < count; i++) copy(data + i * row, span + (p - at + i) * wide);
       p += count;
     }
-    if (!in_place) use((const float*)span, wide, 0, int(high - at));
+    if (!in_place) use((const Kept<T>*)span, wide, 0, int(high - at));
   }
 
   // Asks the memory for some positions of a head. A head's numbers lie far apart, and no processor guesses the way from one to the next.
@@ -974,18 +1013,22 @@ template <class T> struct Reader {
     }
   }
 
-  void decode(const int8_t* cache, int64_t block, long offset, float* to) {
+  void decode(const int8_t* cache, int64_t block, long offset, Kept<T>* to) {
     float scale = 1.0f;
     if (a.scale_bytes) std::memcpy(&scale, a.scale_place(cache, block, offset, head), 4);
-    a.coding->decode(a.code_place(cache, block, offset, head), scale, to, a.dim, wide);
+    a.coding->decode(a.code_place(cache, block, offset, head), scale, (float*)to, a.dim, wide);
   }
 
-  // One head's numbers as float32, in the order of `unpack`, with zeros up to `wide`.
-  void copy(const T* from, float* to) {
+  // One head's numbers, with zeros up to `wide`: as they are, or as float32 in the order of `unpack`.
+  void copy(const T* from, Kept<T>* to) {
     for (long d = 0; d < wide; d += NR) {
       T tail[NR] = {};
       if (d + NR > a.dim) std::copy(from + d, from + a.dim, tail);
-      unpack(d + NR > a.dim ? tail : from + d, (floats*)(to + d));
+      const T* some = d + NR > a.dim ? tail : from + d;
+      if constexpr (std::is_same_v<T, Kept<T>>)
+        std::copy_n(some, NR, to + d);
+      else
+        unpack(some, (floats*)(to + d));
     }
   }
 };
@@ -997,7 +1040,9 @@ static void attend_tile(const Attention<T>& a, long request, long head, long fir
   const long group = a.heads / a.kv_heads, wide = (a.dim + NR - 1) / NR * NR;
   const long start = a.starts[request], num_tokens = a.starts[request + 1] - start;
   const int rows = std::min<long>(TILE, num_tokens * group - first);
-  float *span = work, *queries = span + SPAN * wide, *mixed = queries + TILE * wide, *weights = mixed + TILE * wide;
+  float *mixed = work, *scores = mixed + TILE * wide, *rest = scores + TILE * SPAN;
+  Kept<T> *span = (Kept<T>*)rest, *queries = span + SPAN * wide;
+  const auto weights_of = [&](int r) { return (const Kept<T>*)(scores + r * SPAN); };
   float largest[TILE], total[TILE];
   long begin[TILE] = {}, end[TILE] = {};
   const bool in_place = !a.coding && rows <= FEW && a.dim % NR == 0 && a.block_size % KEYS == 0;
@@ -1005,7 +1050,6 @@ static void attend_tile(const Attention<T>& a, long request, long head, long fir
   for (int r = 0; r < rows; r++) {
     const long token = (first + r) / group, place = (head * group + (first + r) % group) * a.dim;
     reader.copy(a.query + (start + token) * a.query_row + place, queries + r * wide);
-    for (long d = 0; d < wide; d++) queries[r * wide + d] *= a.scale;
     std::fill_n(mixed + r * wide, wide, 0.0f);
     largest[r] = -INFINITY, total[r] = 0.0f;
     end[r] = a.lengths[request] - num_tokens + token + 1;
@@ -1023,27 +1067,27 @@ static void attend_tile(const Attention<T>& a, long request, long head, long fir
     reader.read(a.keys, at, low, high, its_values, [&](const auto* keys, long stride, int first, int last) {
       for (int r = 0; r < rows; r++) {
         const int begins = std::max<long>(first, (begin[r] - at) / KEYS * KEYS), ends = std::min<long>(last, end[r] - at);
-        score(queries + r * wide, keys + (begins - first) * stride, stride, wide, weights + r * SPAN + begins, ends - begins);
+        score(queries + r * wide, keys + (begins - first) * stride, stride, wide, a.scale, scores + r * SPAN + begins, ends - begins);
       }
     });
     for (int r = 0; r < rows; r++) {
       from[r] = std::max(begin[r] - at, 0L), to[r] = std::min<long>(end[r] - at, SPAN);
       if (from[r] >= to[r]) continue;
-      const float rescale = weigh(weights + r * SPAN, from[r], to[r], largest[r], total[r]);
+      const float rescale = weigh<Kept<T>>(scores + r * SPAN, from[r], to[r], largest[r], total[r]);
       if (rescale != 1.0f)
         for (long d = 0; d < wide; d += V) store(mixed + r * wide + d, load(mixed + r * wide + d) * rescale);
     }
     reader.read(a.values, at, low, high, next_keys, [&](const auto* values, long stride, int first, int last) {
       const auto part = [&](auto m, int r, int low, int high) {  // keys low to high, as far as they are here
         low = std::max(low, first), high = std::min(high, last);
-        mix<m>(weights + r * SPAN + low, values + (low - first) * stride, stride, wide, mixed + r * wide, high - low);
+        mix<m>(weights_of(r), values + (low - first) * stride, stride, wide, mixed + r * wide, low, high);
       };
       const std::integral_constant<int, 1> one;
       const std::integral_constant<int, ROWS> together;
       int r = 0;
-      for (; r + ROWS <= rows; r += ROWS) {  // what all of them see, they take together
-        const int low = *std::max_element(from + r, from + r + ROWS);
-        const int high = std::max(low, *std::min_element(to + r, to + r + ROWS));
+      for (; r + ROWS <= rows; r += ROWS) {  // what all of them see, they take together, from an even key on, so that no pair is divided
+        const int low = (*std::max_element(from + r, from + r + ROWS) + 1) & -2;
+        const int high = std::max(low, *std::min_element(to + r, to + r + ROWS) & -2);
         for (int m = r; m < r + ROWS; m++) part(one, m, from[m], std::min(low, to[m]));
         part(together, r, low, high);
         for (int m = r; m < r + ROWS; m++) part(one, m, std::max(high, from[m]), to[m]);
@@ -1173,12 +1217,6 @@ static void norm(
         for (long i = 0; i < size; i++) to[i] = T(row[i] * factor) * weight[i];
     }
   }
-}
-
-// What bfloat16(x) stands for.
-static inline floats to_bfloat16(floats x) {
-  const ints bits = (ints)x;
-  return x != x ? x : (floats)((bits + 0x7fff + (bits >> 16 & 1)) & -65536);
 }
 
 // The other way round than `unpack`.
