@@ -270,7 +270,7 @@ def test_a_renderer_that_was_killed_in_between_is_not_the_next_requests_fault(tr
 def test_a_renderer_that_was_stopped_holds_nobody_up() -> None:
     """It is replaced, and what it owed is rendered by the next one. One that is killed under a prompt is no other case."""
     before = renderers()
-    renderer = TemplateRenderer("{{ word }}", silent_seconds=0.5)
+    renderer = TemplateRenderer("{{ word }}", silent_seconds=5)  # longer than a start takes
     renderer.start()
     (stopped,) = set(renderers()) - set(before)
     stopped.suspend()
