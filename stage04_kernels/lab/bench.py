@@ -41,6 +41,10 @@ class Measured:
         return f"{self.what:52} {1e6 * self.seconds:10.1f} us   {self.ratio:6.2f} x {self.compared_with:34} {self.note}"
 
 
+Part = Callable[[], Iterator[Measured]]
+"""Some lines that belong together, measured when it is called."""
+
+
 def timed_cpu(calls: list[Call], repeats: int = 15) -> list[float]:
     """Median seconds of each call; they take turns, so that whatever else the machine does hits all of them."""
     times: list[list[float]] = [[] for _ in calls]
@@ -99,35 +103,47 @@ def gathered_attention(case: AttentionCase) -> Tensor:
     ).transpose(1, 2)
 
 
-def bench_cpu() -> Iterator[Measured]:
-    """Decodes and prompts, GPT-2's heads; then draws, and what comes between matrix products."""
-    from stage04_kernels.backends.native.attention import paged_attention_native
-
-    heads: dict[str, Any] = {"num_heads": 12, "num_kv_heads": 12, "head_dim": 64}
-    for name, query_lens, computed, dtype in (
+def bench_cpu() -> list[Part]:
+    """Decodes and prompts; then draws, and what comes between matrix products."""
+    attention: tuple[tuple[str, list[int], list[int], torch.dtype], ...] = (
         ("decode, 32 x 512", [1] * 32, [511] * 32, torch.float32),
         ("decode, 32 x 512, bf16", [1] * 32, [511] * 32, torch.bfloat16),
         ("decode, 1 x 512", [1], [511], torch.float32),
         ("prompt, 1 x 256", [256], [0], torch.float32),
         ("prompt, 1 x 1,000", [1000], [0], torch.float32),
         ("prompt, 1 x 1,000, bf16", [1000], [0], torch.bfloat16),
-    ):
-        case = filled_case(query_lens, computed, dtype=dtype, **heads)
-        arguments: tuple[Any, ...] = (case.query, case.kv_cache, case.metadata, case.scale)
-        seconds, gathered, plain = timed_cpu(
-            [
-                partial(paged_attention_native, *arguments),
-                partial(gathered_attention, case),
-                partial(paged_attention_torch, *arguments),
-            ]
-        )  # fmt: skip
-        yield Measured(f"cpu: {name}", seconds, "torch SDPA on gathered KV", gathered / seconds)
-        yield Measured(f"cpu: {name}", seconds, "the torch backend", plain / seconds)
-    yield from _bench_cpu_rows()
+    )
+    adapters = (
+        ("8 decodes, 1 adapter", [0] * 8), ("8 decodes, 8 adapters", list(range(8))), ("prompt of 256, 1 adapter", [0] * 256)
+    )  # fmt: skip
+    return [
+        *(partial(_bench_cpu_attention, *case) for case in attention),
+        _bench_cpu_draws,
+        _bench_cpu_layers,
+        *(partial(_bench_cpu_adapters, *case) for case in adapters),
+    ]
 
 
-def _bench_cpu_rows() -> Iterator[Measured]:
-    from stage04_kernels.backends.native.layers import LAYER_KERNELS
+def _bench_cpu_attention(
+    name: str, query_lens: list[int], computed: list[int], dtype: torch.dtype
+) -> Iterator[Measured]:
+    """GPT-2's heads."""
+    from stage04_kernels.backends.native.attention import paged_attention_native
+
+    case = filled_case(query_lens, computed, dtype=dtype, num_heads=12, num_kv_heads=12, head_dim=64)
+    arguments: tuple[Any, ...] = (case.query, case.kv_cache, case.metadata, case.scale)
+    seconds, gathered, plain = timed_cpu(
+        [
+            partial(paged_attention_native, *arguments),
+            partial(gathered_attention, case),
+            partial(paged_attention_torch, *arguments),
+        ]
+    )  # fmt: skip
+    yield Measured(f"cpu: {name}", seconds, "torch SDPA on gathered KV", gathered / seconds)
+    yield Measured(f"cpu: {name}", seconds, "the torch backend", plain / seconds)
+
+
+def _bench_cpu_draws() -> Iterator[Measured]:
     from stage04_kernels.backends.native.sampler import race
 
     logits, seeds = 3.0 * torch.randn(32, 50_257), torch.arange(32)
@@ -135,30 +151,31 @@ def _bench_cpu_rows() -> Iterator[Measured]:
         [partial(race, logits, seeds, seeds), partial(sample_random, logits, seeds.tolist(), seeds.tolist())], repeats=5
     )
     yield Measured("cpu: draw 32 x 50,257", seconds, "torch", plain / seconds)
+
+
+def _bench_cpu_layers() -> Iterator[Measured]:
+    from stage04_kernels.backends.native.layers import LAYER_KERNELS
+
     (x, residual), (weight, bias), wide = torch.randn(2, 32, 768), torch.randn(2, 768), torch.randn(32, 3072)
     both = (LAYER_KERNELS, TORCH)
     seconds, plain = timed_cpu([partial(each.layer_norm, x, residual, weight, bias, 1e-5) for each in both], 100)
     yield Measured("cpu: layer norm of a sum, 32 x 768", seconds, "torch", plain / seconds)
     seconds, plain = timed_cpu([partial(each.gelu, wide) for each in both], 100)
     yield Measured("cpu: gelu, 32 x 3,072", seconds, "torch", plain / seconds)
-    yield from _bench_cpu_adapters()
 
 
-def _bench_cpu_adapters() -> Iterator[Measured]:
+def _bench_cpu_adapters(name: str, place_of: list[int]) -> Iterator[Measured]:
     """One layer of GPT-2 (768 -> 2,304), pairs of rank 16: what its adapters add to the rows of a step."""
     sizes = (768, 2304)
-    for name, place_of in (
-        ("8 decodes, 1 adapter", [0] * 8), ("8 decodes, 8 adapters", list(range(8))), ("prompt of 256, 1 adapter", [0] * 256)
-    ):  # fmt: skip
-        for dtype, suffix in ((torch.float32, ""), (torch.bfloat16, ", bf16")):
-            groups, calls = RowGroups.of(place_of), list[Call]()
-            for backend in ("native", "torch"):
-                kernel = low_rank_kernel(backend, dtype)
-                a, b = kernel.places(8, 16, sizes, dtype, torch.device("cpu"))
-                x, y = (torch.randn(len(place_of), size).to(dtype) for size in sizes)
-                calls.append(partial(kernel.add, y, x, a.normal_(), b.normal_(), groups))
-            seconds, plain = timed_cpu(calls, 30)
-            yield Measured(f"cpu: adapters, {name}{suffix}", seconds, "torch", plain / seconds)
+    for dtype, suffix in ((torch.float32, ""), (torch.bfloat16, ", bf16")):
+        groups, calls = RowGroups.of(place_of), list[Call]()
+        for backend in ("native", "torch"):
+            kernel = low_rank_kernel(backend, dtype)
+            a, b = kernel.places(8, 16, sizes, dtype, torch.device("cpu"))
+            x, y = (torch.randn(len(place_of), size).to(dtype) for size in sizes)
+            calls.append(partial(kernel.add, y, x, a.normal_(), b.normal_(), groups))
+        seconds, plain = timed_cpu(calls, 30)
+        yield Measured(f"cpu: adapters, {name}{suffix}", seconds, "torch", plain / seconds)
 
 
 def copy_rate(num_bytes: int = 1 << 31) -> float:
@@ -196,33 +213,42 @@ def flex_attention_call(case: AttentionCase, compiled: Callable[[Any], Any] = to
     return lambda: attend(query, keys, values, block_mask=mask, scale=case.scale, enable_gqa=heads != keys.shape[1])
 
 
-def bench_cuda() -> Iterator[Measured]:
+def bench_cuda() -> list[Part]:
     """What share of the memory's rate decodes reach, and what share of the matrix rate prompts reach."""
+    rate = copy_rate()
+    attention = (
+        ("decode 256 x 2,048", 256, 1, 2048), ("decode 1 x 32,768", 1, 1, 32_768), ("prompts 8 x 2,048", 8, 2048, 2048),
+    )  # fmt: skip
+    return [
+        partial(_bench_copy, rate),
+        *(partial(_bench_attention, rate, head_dim, *case) for head_dim in (64, 128) for case in attention),
+        partial(_bench_sampler, rate),
+    ]
+
+
+def _bench_copy(rate: float) -> Iterator[Measured]:
+    yield Measured("device copy, 1 GiB to 1 GiB", (1 << 31) / rate, "itself", 1.0, f"{rate / 1e12:.2f} TB/s")
+
+
+def _bench_attention(
+    rate: float, head_dim: int, name: str, batch: int, query_len: int, context: int
+) -> Iterator[Measured]:
     from stage04_kernels.triton_kernels.paged_attention import paged_attention_triton
 
-    rate = copy_rate()
-    yield Measured("device copy, 1 GiB to 1 GiB", (1 << 31) / rate, "itself", 1.0, f"{rate / 1e12:.2f} TB/s")
-    for head_dim in (64, 128):
-        for name, batch, query_len, context in (
-            ("decode 256 x 2,048", 256, 1, 2048), ("decode 1 x 32,768", 1, 1, 32_768), ("prompts 8 x 2,048", 8, 2048, 2048),
-        ):  # fmt: skip
-            cases = _cuda_cases(3, [query_len] * batch, [context - query_len] * batch, head_dim)
-            seconds = timed_cuda(
-                [partial(paged_attention_triton, c.query, c.kv_cache, c.metadata, c.scale) for c in cases]
-            )
-            work = attention_work(query_len, context, batch, 32, 8, head_dim)
-            what = f"{name}, head size {head_dim}"
-            if query_len == 1:
-                share = work.bytes / seconds / rate
-                yield Measured(what, seconds, "the copy's rate", share, f"{work.bytes / seconds / 1e12:.2f} TB/s")
-            for other, call in (
-                ("torch SDPA on gathered KV", partial(gathered_attention, cases[0])),
-                ("flex_attention, gathered before", flex_attention_call(cases[0])),
-            ):
-                yield Measured(what, seconds, other, timed_cuda([call]) / seconds, f"{work.matrix_ops / seconds / 1e12:.0f} TFLOP/s")  # fmt: skip
-            if query_len > 1:
-                yield Measured(what, seconds, "torch flash attention, contiguous", _flash_seconds(cases[0]) / seconds)
-    yield from _bench_sampler(rate)
+    cases = _cuda_cases(3, [query_len] * batch, [context - query_len] * batch, head_dim)
+    seconds = timed_cuda([partial(paged_attention_triton, c.query, c.kv_cache, c.metadata, c.scale) for c in cases])
+    work = attention_work(query_len, context, batch, 32, 8, head_dim)
+    what = f"{name}, head size {head_dim}"
+    if query_len == 1:
+        share = work.bytes / seconds / rate
+        yield Measured(what, seconds, "the copy's rate", share, f"{work.bytes / seconds / 1e12:.2f} TB/s")
+    for other, call in (
+        ("torch SDPA on gathered KV", partial(gathered_attention, cases[0])),
+        ("flex_attention, gathered before", flex_attention_call(cases[0])),
+    ):
+        yield Measured(what, seconds, other, timed_cuda([call]) / seconds, f"{work.matrix_ops / seconds / 1e12:.0f} TFLOP/s")  # fmt: skip
+    if query_len > 1:
+        yield Measured(what, seconds, "torch flash attention, contiguous", _flash_seconds(cases[0]) / seconds)
 
 
 def _flash_seconds(case: AttentionCase) -> float:

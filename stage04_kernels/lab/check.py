@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -119,7 +120,6 @@ CHECKS: dict[str, list[Callable[[int], Iterator[Row]]]] = {
 """Part of the table -> its checks."""
 
 
-def run_checks(seed: int, parts: list[str] | None = None) -> Iterator[Row]:
-    """The rows of these parts of the table, in order; all if none is named."""
-    for check in [each for part in parts or CHECKS for each in CHECKS[part]]:
-        yield from check(seed)
+def run_checks(seed: int, parts: list[str] | None = None) -> list[Callable[[], Iterator[Row]]]:
+    """The checks of these parts of the table, in order, all if none is named: each gives rows when it is called."""
+    return [partial(check, seed) for part in parts or CHECKS for check in CHECKS[part]]

@@ -9,12 +9,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 if TYPE_CHECKING:
     from stage04_kernels.lab.check_row import Row
 
+Found = TypeVar("Found")
 CHIP_NAMES = ("sm_80", "sm_90", "gfx942")
 
 
@@ -78,8 +80,7 @@ class Check:
         torch.set_num_threads(1)  # the cases are small: a second thread would only wait, and disturb other processes
         print(cls.line.format(*cls.header))
         total = wrong = 0
-        for row in run_checks(seed, parts):
-            print(cls.render(row), flush=True)
+        for row in printed(run_checks(seed, parts), "check", cls.render):
             record(row)
             total += 1
             wrong += not row.ok
@@ -173,8 +174,8 @@ class Bench:
                 return 2
         from stage04_kernels.lab import bench
 
-        for measured in bench.bench_cuda() if args.device == "cuda" else bench.bench_cpu():
-            print(measured, flush=True)
+        for _ in printed(bench.bench_cuda() if args.device == "cuda" else bench.bench_cpu(), "part", str):
+            pass
         return 0
 
 
@@ -195,6 +196,25 @@ class Roofline:
 
         print("\n".join(table(RATES[args.chip])))
         return 0
+
+
+def printed(
+    parts: Sequence[Callable[[], Iterator[Found]]], unit: str, words: Callable[[Found], str]
+) -> Iterator[Found]:
+    """What the parts find, a line each as soon as it is there, and in a terminal below them a line that counts the parts (3 of 14)."""
+    above: Callable[[], AbstractContextManager[Any]] = nullcontext
+    counted: Any = parts
+    try:
+        from tqdm import tqdm
+    except ImportError:  # torch does not bring it
+        pass
+    else:
+        above, counted = tqdm.external_write_mode, tqdm(parts, unit=unit, leave=False, disable=None)
+    for part in counted:
+        for found in part():
+            with above():
+                print(words(found), flush=True)
+            yield found
 
 
 def seed_number(text: str) -> int:

@@ -9,6 +9,7 @@ import ast
 import json
 import keyword
 import os
+import re
 import shutil
 import signal
 import socket
@@ -22,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from http.server import ThreadingHTTPServer
 from io import StringIO
-from itertools import accumulate
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
@@ -213,8 +214,41 @@ def test_the_folded_path_is_one_screen(walk: Any) -> None:
     ]
 
 
+def folds(lines: list[str]) -> Counter[str]:
+    """Room -> its calls, as the lines of folded calls tell them."""
+    found = Counter[str]()
+    for line in lines:
+        if re.match(r" +[+] \d+ calls? in features/", line):
+            words = line.removesuffix(", with --features").split()
+            found[" ".join(words[4:])] += int(words[1])
+    return found
+
+
+def test_calls_inside_features_are_folded(walk: Any, path: WalkPath) -> None:
+    """Counted where they happen; in one screen once for a phase. `--features` tells each of them."""
+    inside = [row for row in path.rows if "/features/" in row.function.file]
+    assert len({row.room for row in inside}) > 1 and all(row.function.file.count(f"/{row.room}") for row in inside)
+    _, out, _ = walk(PROMPT, "--all")
+    lines = out.splitlines()
+    assert "/features/" not in out and out.count(".py:") == len(path.rows) - len(inside)
+    calls = Counter[str]()
+    for row in inside:
+        calls[row.room] += max(1, row.calls)
+    assert folds(lines) == calls
+    at, before = (
+        next(at for at, line in enumerate(lines) if name in line) for name in (" sample ", "sampling_metadata")
+    )
+    assert before < at and any("features/debug" in line for line in lines[before:at])  # where it happened
+    _, out, _ = walk(PROMPT)
+    assert "/features/" not in out and sum(folds(out.splitlines()).values()) == calls.total()
+    assert out.count(", with --features") == len({row.phase for row in inside})
+    _, out, _ = walk(PROMPT, "--all", "--features")
+    assert sum(f"{row.function.file}:{row.function.line}" in out for row in inside) == len(inside)
+    assert not folds(out.splitlines())
+
+
 def test_every_function_is_told_on_request(walk: Any, path: WalkPath) -> None:
-    code, out, _ = walk(PROMPT, "--all", "--phase", "7-8")
+    code, out, _ = walk(PROMPT, "--all", "--features", "--phase", "7-8")
     wanted = [row for row in path.rows if row.phase in (7, 8)]
     assert code == 0 and "6 request" not in out and "9 out" not in out and "more" not in out
     assert sum(f"{row.function.file}:{row.function.line}" in out for row in wanted) == len(wanted)
@@ -431,6 +465,7 @@ def test_stepping_and_scrubbing(opened: Opened, path: WalkPath) -> None:
         opened.page.title().startswith("To be, or </script>") and SECRET in opened.page.locator("#title").text_content()
     )
     assert opened.page.locator("#title b").count() == 0
+    opened.press("f", "Home")  # all calls inside features, too
     assert opened.at() == 0 and opened.name() == rows[0].function.name
     assert opened.press("ArrowRight", "ArrowDown", "ArrowRight", "ArrowUp") == 2
     assert opened.press("ArrowLeft", "ArrowLeft", "ArrowLeft") == 0  # there is nothing before
@@ -444,13 +479,44 @@ def test_stepping_and_scrubbing(opened: Opened, path: WalkPath) -> None:
     opened.page.locator("#on").click()
     opened.page.locator("#phases button", has_text="7 in").click()
     assert rows[opened.at()].phase == 7 and rows[opened.at() - 1].phase == 6
-    assert opened.page.locator("#rows button").count() == len(rows)
+    assert opened.page.locator("#rows button:not(.fold)").count() == len(rows)
+
+
+def test_calls_inside_features_are_a_line_that_opens(opened: Opened, path: WalkPath) -> None:
+    rows, page = path.rows, opened.page
+    walked = [at for at, row in enumerate(rows) if not row.room]
+    assert opened.at() == walked[0] and opened.press("End") == walked[-1] and opened.press("Home") == walked[0]
+    assert [opened.press("ArrowRight") for _ in walked[1:]] == walked[1:]  # a step leads past what is folded
+    for place in range(0, len(rows), 7):
+        page.locator("#slider").fill(str(place))
+        assert not rows[opened.at()].room and opened.at() >= min(place, walked[-1])
+    stretches = [list(one) for _, one in groupby(rows, key=lambda row: (row.phase, row.lane, row.room))]
+    inside = [one for one in stretches if one[0].room]
+    lines = page.locator("#rows .fold")
+    assert lines.all_inner_texts() == [
+        f"{calls} call{'s' * (calls > 1)} in {one[0].room}"
+        for one in inside
+        for calls in [sum(max(1, row.calls) for row in one)]
+    ]
+    shown = page.locator("#rows button:not(.fold)")
+    assert shown.locator("visible=true").count() == len(walked)
+    lines.first.click()
+    assert lines.first.get_attribute("aria-expanded") == "true"
+    assert shown.locator("visible=true").count() == len(walked) + len(inside[0])
+    page.keyboard.press("f")
+    assert shown.locator("visible=true").count() == len(rows)
+    page.keyboard.press("f")
+    assert shown.locator("visible=true").count() == len(walked)
+    last = rows.index(inside[-1][-1])
+    page.evaluate("name => { location.hash = `#fn=${encodeURIComponent(name)}`; }", rows[last].function.name)
+    page.wait_for_function("place => walk.position === place", arg=last)  # who asks for a folded function sees it
+    assert shown.nth(last).is_visible() and shown.locator("visible=true").count() == len(walked) + len(inside[-1])
 
 
 def test_the_source_is_beside_the_path(opened: Opened, path: WalkPath) -> None:
     place = path.rows.index(row_of(path, "ModelRunner._sample"))
     row = path.rows[place]
-    opened.page.locator("#rows button").nth(place).click()
+    opened.page.locator("#rows button:not(.fold)").nth(place).click()
     assert opened.page.locator("#where").text_content() == f"{row.function.file}:{row.function.line}"
     seen = opened.page.evaluate(
         """() => [...document.querySelectorAll("#source div")].map((line, at) =>
@@ -531,18 +597,20 @@ def test_names_are_found_before_arguments(opened: Opened, path: WalkPath) -> Non
 
 
 def test_a_link_names_a_function(browser: Any, page_file: Path, path: WalkPath) -> None:
+    first = next(row.function.name for row in path.rows if not row.room)
     for hash, name in {
         "#fn=Scheduler.schedule": "Scheduler.schedule", "#fn=process_outputs": "OutputProcessor.process_outputs",
-        "#fn=nobody": path.rows[0].function.name, "#fn=%E0%A4%A": path.rows[0].function.name, "#fn=": path.rows[0].function.name,
+        "#fn=nobody": first, "#fn=%E0%A4%A": first, "#fn=no%20body": first, "#fn=": first,
     }.items():  # fmt: skip
         one = Opened(browser, page_file, hash)
         assert one.name() == name
         said = one.page.locator("#found").text_content()
-        assert said == (f"no {hash[4:]} on this path" if hash in ("#fn=nobody", "#fn=%E0%A4%A") else "")
+        assert said == (f"no {hash[4:].replace('%20', ' ')} on this path" if name == first and hash != "#fn=" else "")
         one.press("ArrowRight")
         assert one.page.evaluate("decodeURIComponent(location.hash)") == f"#fn={one.name()}"
         one.page.evaluate("location.hash = '#fn=AsyncLLM.generate'")
         one.page.wait_for_function("document.getElementById('name').textContent === 'AsyncLLM.generate'")
+        assert one.page.locator("#found").text_content() == ""
         assert one.wrong == []
         one.context.close()
 

@@ -8,6 +8,7 @@ import fcntl
 import os
 import pty
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -216,6 +217,30 @@ def test_help_has_whole_words(
 def test_a_pipe_gets_whole_lines() -> None:
     lines = in_pipe("stage01_cli", "trace", "show", RUN, "--req", "r5")
     assert max(map(len, lines)) > COLUMNS and not any("\x1b" in line for line in lines)
+
+
+COUNTS = {
+    "checks": ("stage04_kernels", "check", "--only", "layers", "--only", "adapters"),
+    "tests": ("stage01_cli", "course", "check", "16", "--work", "WORK"),
+    "iterations": (
+        "stage01_cli", "bench", "latency", "gpt2-tiny", "--num-iters", "2", "--num-iters-warmup", "0", "--output-len", "2",
+    ),
+}  # fmt: skip
+"""What is counted -> a command that takes long."""
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(each, marks=[pytest.mark.long] * (each == "iterations")) for each in COUNTS]
+)
+def test_what_takes_long_counts_in_a_terminal_alone(case: str, tmp_path: Path) -> None:
+    """n of m, in a line that takes no line from what is printed, and of which a pipe or a log sees nothing."""
+    shutil.copy(ROOT / "notebooks/exercises/ex16_engine/reference.py", tmp_path / "ex16_engine.py")
+    words = [str(tmp_path) if word == "WORK" else word for word in COUNTS[case]]
+    counts = [re.search(r"\| (\d+)/(\d+) \[[^]]*\](.*)", line) for line in in_terminal(*words)]
+    found = [(int(each[1]), int(each[2])) for each in counts if each]
+    assert not [each for each in counts if each and each[3]], "what is printed comes behind the count"
+    assert found and found == sorted(found) and len({m for _, m in found}) == 1 and max(found)[0] > 0
+    assert not [line for line in in_pipe(*words) if re.search(r"\d+/\d+ \[|\r", line)]
 
 
 COLOURS = {

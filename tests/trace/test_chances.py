@@ -1,8 +1,10 @@
-"""A token's chances: what a recording holds of logprobs that clients asked for, and what the player shows of them."""
+"""A token's chances: what a recording holds of logprobs that clients asked for, and what the player and `why` tell of them."""
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,8 @@ import pytest
 from server_under_test import InProcessServer, events
 
 from stagetrace import Event, read_run, trace
+from stagetrace.__main__ import main
+from stagetrace.check.reason_words import MOST_LIKELY, token_chances
 from stagetrace.player import page
 from stagetrace.player.data import short_names
 
@@ -165,3 +169,46 @@ def test_a_click_on_a_token_leads_to_where_it_was_chosen(opened: Any) -> None:
 
 def test_a_recording_without_logprobs_has_no_such_panel(opened: Any) -> None:
     assert opened("one_request").locator(".chances").is_hidden()
+
+
+# `why`
+
+
+def told_by_why(capsys: pytest.CaptureFixture[str], run: str, request: str, step: int) -> list[str]:
+    assert main(["why", str(RECORDED / run), "--req", request, "--step", str(step)]) == 0
+    return [line for line in capsys.readouterr().out.splitlines() if "of its answer could have been" in line]
+
+
+def test_why_tells_who_else_could_have_been_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    run = read_run(RECORDED / "chances").events
+    chances = joined([event for event in run if event.name == "answer.logprobs"])
+    tokens = [event for event in run if event.name == "sched.token"]
+    assert len({event.req for event in tokens}) == 2
+    for event in tokens:
+        [line] = told_by_why(capsys, "chances", str(event.req), int(event.step or 0))
+        number = event.args["num_output_tokens"]
+        chosen, *likely = chances[str(event.req)][number - 1]
+        assert line.startswith(f"- Token {number} of its answer could have been ")
+        expected = likely if chosen in likely else [*likely, chosen]
+        found = re.findall(r'("(?:[^"\\]|\\.)*") ([0-9.]+) %( .chosen.)?', line)
+        assert [json.loads(text) for text, _, _ in found] == [text for text, _ in expected]
+        assert [float(share) / 100 for _, share, _ in found] == pytest.approx(
+            [share for _, share in expected], abs=6e-4
+        )
+        assert [json.loads(text) for text, _, is_chosen in found if is_chosen] == [chosen[0]]
+
+
+def test_why_tells_no_chances_where_there_are_none(capsys: pytest.CaptureFixture[str]) -> None:
+    tokens = [event for event in read_run(RECORDED / "one_request").events if event.name == "sched.token"]
+    assert tokens
+    for event in tokens:
+        assert told_by_why(capsys, "one_request", str(event.req), int(event.step or 0)) == []
+
+
+def test_five_candidates_are_told_and_the_chosen_one() -> None:
+    likely = [[f"t{k}", 0.2 / (k + 1)] for k in range(20)]
+    for chosen in [*likely, ["rare", 0.0001]]:
+        words = token_chances(3, chosen, *likely)
+        assert [f'"t{k}" ' in words for k in range(20)] == [k < MOST_LIKELY or likely[k] == chosen for k in range(20)]
+        assert words.count("(chosen)") == 1 and f'"{chosen[0]}" ' in words.partition("(chosen)")[0]
+    assert token_chances(1, ["", 0.5]) == "Token 1 of its answer could have been (part of a character) 50.0 % (chosen)."

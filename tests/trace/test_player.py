@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from invented_run import InventedRun
 from naive_replay import on_the_way, state_after
-from patience import PATIENCE
+from patience import PATIENCE, wait_until
 
 from stagetrace import Event, Recording, Run, read_run
 from stagetrace.__main__ import main
@@ -31,7 +31,7 @@ RUNS = sorted(path.name for path in RECORDED.iterdir() if path.is_dir())
 READ_STATE = """([engine, positions]) => positions.map(position => {
   const slider = document.getElementById("slider"), all = document.querySelector(".run"), run = all.querySelectorAll(".core")[engine];
   slider.value = position;
-  slider.dispatchEvent(new Event("input"));
+  for (const type of ["input", "change"]) slider.dispatchEvent(new Event(type));
   const ids = selector => [...run.querySelectorAll(selector + " > li[data-request]")].map(li => li.dataset.id);
   const map = player.panels[0].engines[engine].blocks, places = [...map.looks.keys()];
   return {
@@ -682,3 +682,68 @@ def test_play_refuses_in_a_line(arguments: list[str], message: str, capsys: pyte
     assert main(["play", str(RECORDED / "mixed"), "--no-open", *arguments]) == 2
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1
+
+
+# The slider, pulled
+
+PULL = """places => new Promise(done => {
+  const draw = player.draw.bind(player), drawn = [], slider = document.getElementById("slider");
+  player.draw = (whole = true) => { drawn.push([player.position, whole]); draw(whole); };
+  for (const place of places) { slider.value = place; slider.dispatchEvent(new Event("input")); }
+  requestAnimationFrame(() => {
+    const text = selector => document.querySelector(selector).textContent;
+    player.draw = draw;
+    done({ drawn, when: text(".run-when"), event: text(".event-name"), free: document.querySelector(".blocks").dataset.free });
+  });
+})"""
+
+
+def test_a_picture_shows_the_newest_place_of_a_pulled_slider(opened: Any) -> None:
+    """Of that only what lies in the window; the rest follows once the slider stays somewhere, or is let go."""
+    player = opened(RECORDED / "preemption")
+    player.page.set_viewport_size({"width": 1400, "height": 500})
+    away = "player.panels[0].away.has(document.querySelector('.detail'))"
+    wait_until(lambda: player.page.evaluate(away), "the list of events is still in the window")
+    player.read(20)
+    wanted = {place: player.read(place)[0] for place in (20, 900, 1500)}
+    before, first, second = (wanted[place]["event"] for place in (20, 900, 1500))
+    assert len({before, first, second}) == 3 and wanted[20]["free"] != wanted[900]["free"]
+    player.read(20)
+    shown = player.page.evaluate(PULL, [300, 600, 900])
+    assert shown["drawn"] == [[900, False]]
+    assert shown["when"].startswith("event 901 of") and shown["free"] == str(wanted[900]["free"])
+    assert shown["event"] == before  # nobody sees it
+    wait_until(lambda: player.text(".event-name") == first, "the slider stays, and not all is drawn")
+    assert player.text("#announcement").startswith("event 901 of")
+    player.page.evaluate(PULL, [1200, 1500])
+    player.page.evaluate("document.getElementById('slider').dispatchEvent(new Event('change'))")
+    assert player.text(".event-name") == second
+
+
+def test_a_key_counts_more_than_where_the_slider_was_before_it(opened: Any) -> None:
+    player = opened(RECORDED / "preemption")
+    at = player.page.evaluate(
+        """() => new Promise(done => {
+          const slider = document.getElementById("slider");
+          slider.value = 900;
+          slider.dispatchEvent(new Event("input"));
+          player.goTo(40);
+          requestAnimationFrame(() => requestAnimationFrame(() => done([player.position, Number(slider.value)])));
+        })"""
+    )
+    assert at == [40, 40]
+
+
+def test_blocks_that_an_event_names_have_a_frame_and_no_others(opened: Any) -> None:
+    player = opened(RECORDED / "preemption")
+    events = read_run(RECORDED / "preemption").events
+    naming = [place for place, event in enumerate(events) if event.name in ("kv.allocated", "kv.cached", "kv.freed")]
+    for place in [near for one in random.Random(7).sample(naming, 12) for near in (one, one + 1, one - 1)]:
+        player.page.evaluate("place => player.goTo(place)", place)
+        framed = player.page.evaluate(
+            "[...player.panels[0].engines[0].blocks.looks.entries()].filter(([, look]) => look & 2).map(([id]) => id)"
+        )
+        args = events[place].args
+        named = {*args.get("blocks", ()), *args.get("new_blocks", ())}
+        named |= {args["block"]} if events[place].name == "kv.evicted" else set()
+        assert set(framed) == named, events[place]

@@ -21,6 +21,7 @@ from stage01_cli.tools.course.speed import taken
 from stage03_engine.errors import ConfigError
 
 LIMIT = {False: 60, True: 180}  # seconds; a check takes 5, or 20 with tensors, on a machine with nothing else to do
+SHOWN_EVERY = 0.2  # seconds, in a terminal: how many tests have ended
 NEEDED = ("pytest", "hypothesis", "pytest_benchmark", "pytest_timeout", "httpx")
 
 OUTCOMES = ("passed", "rejected", "unwritten", "error", "refused")
@@ -100,11 +101,18 @@ def started(command: list[str], output: BinaryIO, reading: Reading, **where: Any
 
 def _run(command: list[str], output: BinaryIO, seconds: float, reading: Reading) -> bool:
     """Run to the end, and end what it started with it, also when this is interrupted. False if the time was up."""
-    process = started(command, output, reading, cwd=ROOT)
+    from tqdm import tqdm
+
+    process, until = started(command, output, reading, cwd=ROOT), time.monotonic() + seconds
     try:
-        process.wait(seconds)
-        return True
-    except subprocess.TimeoutExpired:
+        with tqdm(unit="test", leave=False, disable=None) as bar:
+            while (left := until - time.monotonic()) > 0:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(left if bar.disable else min(left, SHOWN_EVERY))
+                    return True
+                if not bar.disable:
+                    bar.n, bar.total = reading.num_so_far()
+                    bar.refresh()
         return False
     finally:
         with suppress(ProcessLookupError):

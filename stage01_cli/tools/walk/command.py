@@ -40,6 +40,9 @@ class WalkSubcommand(CLISubcommand):
         )
         parser.add_argument("--phase", metavar="N", help="only these phases: 8, 7-9, or 6,9")
         parser.add_argument("--all", action="store_true", help="every function, with arguments and result")
+        parser.add_argument(
+            "--features", action="store_true", help="also each function inside `features/`, not counted"
+        )
         parser.add_argument("--html", metavar="FILE", help="write a page to step through, with the source beside it")
         parser.add_argument("--port", default="0", help="the server's port (default: any that is free)")
         parser.add_argument(
@@ -127,5 +130,5 @@ def _print(path: Path, wish: Wish, phases: frozenset[int], args: argparse.Namesp
     colour, columns = wants_colour(args.color), width_of_output() if is_terminal(sys.stdout) else None
     print(ascii_if_needed(_title(path, wish)))
     print(ascii_if_needed(COLUMNS))
-    for line in lines_of(path, phases, args.all, colour, columns):
+    for line in lines_of(path, phases, args.all, colour, columns, args.features):
         print(ascii_if_needed(line))

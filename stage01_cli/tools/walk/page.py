@@ -36,7 +36,7 @@ def _data(path: Path, rows: list[Row], title: str) -> dict[str, Any]:
         "rows": [
             {
                 "name": row.function.name, "file": names.index(row.function.file), "line": row.function.line,
-                "last": row.function.last, "phase": row.phase, "lane": lanes.index(row.lane),
+                "last": row.function.last, "room": row.room, "phase": row.phase, "lane": lanes.index(row.lane),
                 "at": round(row.at / 1e6, 1), "calls": row.calls, "caller": _caller(row, places),
                 "arguments": row.arguments, "result": row.result,
                 "events": Counter(event.name for event in row.events),

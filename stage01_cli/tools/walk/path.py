@@ -43,6 +43,12 @@ class Row:
         """Process and thread."""
         return self.process, self.thread
 
+    @property
+    def room(self) -> str:
+        """`features/hardening` of a function that plugs in, nothing of one that is on the walk."""
+        _, features, below = self.function.file.partition("/features/")
+        return features[1:] + below.partition("/")[0].removesuffix(".py")
+
 
 @dataclass
 class Path:

@@ -15,18 +15,20 @@ from stagetrace.text import printable
 PHASES = {
     1: "CLI", 2: "serve", 3: "API server", 4: "AsyncLLM", 5: "EngineCore", 6: "request", 7: "in", 8: "execution", 9: "out",
 }  # fmt: skip
-FOLDED_ROWS = 50  # with the headings, about 60 lines
+FOLDED_ROWS = 48  # with the headings, about 70 lines
 ROOM_FOR_THE_REST = 44  # columns before the name, and behind it for the name of a file
 DEEPEST = 5  # levels of calls that are indented
 
 
 def lines_of(
-    path: Path, phases: frozenset[int], all_rows: bool, colour: bool, columns: int | None = None
+    path: Path, phases: frozenset[int], all_rows: bool, colour: bool, columns: int | None = None, features: bool = False
 ) -> Iterator[str]:
-    """The chosen phases, all of them if none is chosen; `all_rows`: every function, with its arguments. In a terminal of so many `columns`
-    a function has one line: of its file at least the name, and the words behind it as far as there is room."""
+    """The chosen phases, all of them if none is chosen; `all_rows`: every function, with its arguments; those of a feature are told one by
+    one with `features`, else counted. In a terminal of so many `columns` a function has one line: of its file at least the name, and the
+    words behind it as far as there is room."""
     rows = [row for row in path.rows if not phases or row.phase in phases]
-    shown = rows if all_rows else most_important(rows)
+    told = [row for row in rows if features or not row.room]
+    shown = told if all_rows else most_important(told)
     width = max((len(_name(row, shown)) for row in shown), default=0)
     width = (
         width if columns is None else max(20, min(width, columns - ROOM_FOR_THE_REST))
@@ -39,21 +41,28 @@ def lines_of(
         yield f"{phase_colour(phase)}{BOLD}{heading}{RESET}{facts}" if colour else heading + facts
         for lane, of_lane in groupby(in_phase, key=lambda row: row.lane):
             in_lane = list(of_lane)
-            kept = [row for row in in_lane if row in shown]
+            kept = [row for row in in_lane if row in shown or (all_rows and row not in told)]
             if not kept:
                 continue
             arrival = f"  ── {' · '.join(lane)}{came_over(path, in_lane)}"
             yield f"{DIM}{arrival}{RESET}" if colour else arrival
-            for row in kept:
-                line = _line(row, _name(row, shown), width, all_rows)
-                if columns is not None and len(line) > columns:
-                    line = shortened(
-                        line.replace(f"{row.function.file}:", f"{PurePath(row.function.file).name}:", 1), columns
-                    )
-                yield line
-        left = len(in_phase) - sum(row in shown for row in in_phase)
+            for room, stretch in groupby(kept, key=lambda row: "" if row in shown else row.room):
+                if room:
+                    yield f"{'':9} {'+':>5} {calls_in(list(stretch))}"
+                    continue
+                yield from (_fitting(_line(row, _name(row, shown), width, all_rows), row, columns) for row in stretch)
+        left = sum(row in told and row not in shown for row in in_phase)
         if left:
             yield f"       ... and {left} more, with --all"
+        folded = [row for row in in_phase if row not in told]
+        if folded and not all_rows:
+            yield f"       + {calls_in(folded)}, with --features"
+
+
+def calls_in(rows: list[Row]) -> str:
+    """Functions of features, folded; what was running already went on once at least."""
+    calls, rooms = sum(max(1, row.calls) for row in rows), dict.fromkeys(row.room for row in rows)
+    return f"{calls} call{'s' * (calls > 1)} in {', '.join(rooms)}"
 
 
 def _line(row: Row, name: str, width: int, all_rows: bool) -> str:
@@ -66,6 +75,14 @@ def _line(row: Row, name: str, width: int, all_rows: bool) -> str:
     if all_rows and row.result not in ("", "None"):
         words += f" -> {row.result}"
     return printable(words)
+
+
+def _fitting(line: str, row: Row, columns: int | None) -> str:
+    """The line in a terminal of so many columns: of its file the name, if the folders have no room."""
+    if columns is None or len(line) <= columns:
+        return line
+    file = row.function.file
+    return shortened(line.replace(f"{file}:", f"{PurePath(file).name}:", 1), columns)
 
 
 def _said(row: Row, all_rows: bool) -> list[str]:

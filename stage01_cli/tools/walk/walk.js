@@ -1,6 +1,6 @@
 "use strict";
-// A position is a place in `rows`: the functions of the path, in order of first entry. What is shown comes from the data as text, never
-// as HTML.
+// A position is a place in `rows`: the functions of the path, in order of first entry. Those of a feature are folded, a stretch to a
+// line, until somebody opens it or goes there. What is shown comes from the data as text, never as HTML.
 
 const SECONDS_PER_ROW = 0.7;
 const DEEPEST = 8;
@@ -42,38 +42,67 @@ class Walk {
     this.timer = 0;
     this.file = -1;
     this.rows.forEach((row) => { row.depth = this.depthOf(row); });
+    this.folds = this.foldsOf();
     byId("title").textContent = this.title;
     byId("slider").max = this.rows.length - 1;
     this.drawPhases();
     this.drawList();
     this.setUpControls();
     const asked = location.hash;
-    this.goTo(Math.max(0, this.placeOf(asked)));
+    if (this.placeOf(asked) < 0) this.goTo(this.ends()[0]);
     this.follow(asked);
   }
 
-  /** How many callers of the same lane and phase are above it. */
+  /** How many callers of the same lane and phase are above it; above the walk's own, those on the walk. */
   depthOf(row) {
-    const above = this.rows[row.caller];
+    let above = this.rows[row.caller];
+    while (above?.room && !row.room) above = this.rows[above.caller];
     return above && above.lane === row.lane && above.phase === row.phase ? Math.min(above.depth + 1, DEEPEST) : 0;
+  }
+
+  /** Stretches of rows of one feature, and in each of their rows which one it is in. */
+  foldsOf() {
+    const folds = [];
+    this.rows.forEach((row, place) => {
+      const before = this.rows[place - 1];
+      if (!row.room) return;
+      if (before?.room !== row.room || before.phase !== row.phase || before.lane !== row.lane) folds.push({ room: row.room, calls: 0, items: [] });
+      row.fold = folds.at(-1);
+      row.fold.calls += Math.max(1, row.calls); // what was running already went on once at least
+    });
+    return folds;
+  }
+
+  isFolded({ fold }) {
+    return fold !== undefined && fold.button.getAttribute("aria-expanded") === "false";
+  }
+
+  /** The first and the last row that are not folded; where all are, of all. */
+  ends() {
+    const open = this.rows.map((row, at) => at).filter((at) => !this.isFolded(this.rows[at]));
+    return [open[0] ?? 0, open.at(-1) ?? this.rows.length - 1];
   }
 
   /** The place of the function that `#fn=Scheduler.schedule` names: the whole name first, else its last part; -1 if it is not here. */
   placeOf(hash) {
-    const [key, value] = hash.replace("#", "").split("=");
-    if (key !== "fn" || !value) return -1;
-    let name = value;
-    try { name = decodeURIComponent(value); } catch { /* a broken escape: take it as it stands */ }
+    const name = this.nameIn(hash);
+    if (!name) return -1;
     const whole = this.rows.findIndex((row) => row.name === name);
     return whole >= 0 ? whole : this.rows.findIndex((row) => row.name.endsWith(`.${name}`));
+  }
+
+  nameIn(hash) {
+    const value = hash.startsWith("#fn=") ? hash.slice("#fn=".length) : "";
+    try { return decodeURIComponent(value); } catch { return value; } // a broken escape: take it as it stands
   }
 
   /** To the function of a link; one that is not on this path is named, and the page stays where it is. */
   follow(hash) {
     const place = this.placeOf(hash);
+    this.showFound(); // no longer that another one is missing
     if (place >= 0) return this.goTo(place, false);
-    if (!hash.startsWith("#fn=") || hash === "#fn=") return undefined;
-    byId("found").textContent = `no ${hash.slice(4)} on this path`;
+    if (!this.nameIn(hash)) return undefined;
+    byId("found").textContent = `no ${this.nameIn(hash)} on this path`;
     return this.say(byId("found").textContent);
   }
 
@@ -82,7 +111,7 @@ class Walk {
   drawPhases() {
     for (const [phase, name] of Object.entries(this.phases)) {
       const button = make("button", { type: "button", "data-phase": phase, style: `--phase: var(--p${phase})` }, `${phase} ${name}`);
-      button.addEventListener("click", () => this.goTo(this.rows.findIndex((row) => row.phase === Number(phase))));
+      button.addEventListener("click", () => this.goTo(this.firstOf(Number(phase))));
       byId("phases").append(make("li", {}, button));
     }
   }
@@ -95,14 +124,38 @@ class Walk {
       if (row.phase !== phase) list.append(make("li", { class: "phase", style: colour }, `${row.phase} ${this.phases[row.phase]}`));
       if (row.phase !== phase || row.lane !== lane) list.append(make("li", { class: "lane" }, `${this.lanes[row.lane]} ${this.arrivals[place] ?? ""}`));
       ({ phase, lane } = row);
+      if (row.fold?.items.length === 0) list.append(this.foldLine(row.fold, colour));
       const what = make("span", { class: "what", style: `--depth: ${row.depth}` }, row.name);
       const calls = make("span", { class: "calls" }, row.calls ? `×${row.calls}` : "↻");
       const button = make("button", { type: "button", style: colour, title: `${this.files[row.file].name}:${row.line}` }, calls, what,
         make("span", { class: "tells" }, Object.keys(row.events).join(", ")));
       button.addEventListener("click", () => this.goTo(place));
-      list.append(make("li", {}, button));
+      const item = make("li", {}, button);
+      item.hidden = row.fold !== undefined;
+      row.fold?.items.push(item);
+      list.append(item);
       return button;
     });
+  }
+
+  foldLine(fold, colour) {
+    const words = `${fold.calls} call${fold.calls > 1 ? "s" : ""} in ${fold.room}`;
+    fold.button = make("button", { type: "button", class: "fold", style: colour, "aria-expanded": "false" }, make("span", { class: "calls" }), words);
+    fold.button.addEventListener("click", () => this.open([fold], this.isFolded({ fold })));
+    return make("li", {}, fold.button);
+  }
+
+  open(folds, open = true) {
+    for (const { button, items } of folds) {
+      button.setAttribute("aria-expanded", open);
+      for (const item of items) item.hidden = !open;
+    }
+  }
+
+  /** Of a phase, the first row that is not folded, or else the first. */
+  firstOf(phase) {
+    const own = this.rows.map((row, at) => at).filter((at) => this.rows[at].phase === phase);
+    return own.find((at) => !this.isFolded(this.rows[at])) ?? own[0];
   }
 
   drawSource(row) {
@@ -152,6 +205,7 @@ class Walk {
     this.buttons[this.position]?.removeAttribute("aria-current");
     this.position = next;
     const row = this.rows[next];
+    if (this.isFolded(row)) this.open([row.fold]);
     document.body.style.setProperty("--phase", `var(--p${row.phase})`);
     this.buttons[next].setAttribute("aria-current", "true");
     this.buttons[next].scrollIntoView({ block: "center" });
@@ -178,25 +232,38 @@ class Walk {
 
   // Moving
 
+  /** To the next row in a direction that is not folded. */
   move(by) {
-    this.goTo(this.position + by);
+    for (let at = this.position + by; at >= 0 && at < this.rows.length; at += by) {
+      if (!this.isFolded(this.rows[at])) return this.goTo(at);
+    }
+    return undefined;
+  }
+
+  /** The slider and the keys for the ends lead to rows that are not folded. */
+  slide(place) {
+    const [first, last] = this.ends();
+    let at = place;
+    while (at < last && this.isFolded(this.rows[at])) at += 1;
+    this.goTo(Math.min(Math.max(at, first), last));
+    byId("slider").value = this.position;
   }
 
   /** To the first function of the next phase; back: to the first of this one, or of the one before. */
   movePhase(direction) {
-    const firsts = this.rows.map((row, at) => at).filter((at) => this.rows[at].phase !== this.rows[at - 1]?.phase);
+    const firsts = Object.keys(this.phases).map((phase) => this.firstOf(Number(phase)));
     const there = direction > 0 ? firsts.find((at) => at > this.position) : firsts.findLast((at) => at < this.position);
-    this.goTo(there ?? (direction > 0 ? this.rows.length - 1 : 0));
+    this.goTo(there ?? this.ends()[direction > 0 ? 1 : 0]);
   }
 
   play(on = this.timer === 0) {
     clearInterval(this.timer);
     this.timer = 0;
     if (on) {
-      if (this.position === this.rows.length - 1) this.goTo(0);
+      if (this.position >= this.ends()[1]) this.goTo(this.ends()[0]);
       this.timer = setInterval(() => {
         this.move(1);
-        if (this.position === this.rows.length - 1) this.play(false);
+        if (this.position >= this.ends()[1]) this.play(false);
       }, 1000 * SECONDS_PER_ROW);
     }
     byId("play").textContent = this.timer ? "‖ pause" : "▶ play";
@@ -231,9 +298,10 @@ class Walk {
 
   setUpControls() {
     const on = (id, type, act) => byId(id).addEventListener(type, act);
-    on("slider", "input", () => this.goTo(Number(byId("slider").value)));
-    on("first", "click", () => this.goTo(0));
-    on("last", "click", () => this.goTo(this.rows.length - 1));
+    on("slider", "input", () => this.slide(Number(byId("slider").value)));
+    on("first", "click", () => this.slide(0));
+    on("last", "click", () => this.slide(this.rows.length - 1));
+    on("features", "click", () => this.open(this.folds, this.folds.some((fold) => this.isFolded({ fold }))));
     on("back", "click", () => this.move(-1));
     on("on", "click", () => this.move(1));
     on("phase-back", "click", () => this.movePhase(-1));
@@ -259,8 +327,9 @@ class Walk {
       ArrowRight: () => (key.shiftKey ? this.movePhase(1) : this.move(1)),
       ArrowUp: () => this.move(-1),
       ArrowDown: () => this.move(1),
-      Home: () => this.goTo(0),
-      End: () => this.goTo(this.rows.length - 1),
+      Home: () => this.slide(0),
+      End: () => this.slide(this.rows.length - 1),
+      f: () => byId("features").click(),
       "/": () => byId("search-text").focus(),
       n: () => this.search(1),
       p: () => this.search(-1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from stagetrace.ids import root_of
@@ -9,6 +10,7 @@ from stagetrace.read.engine_state import EngineState, RequestState
 from stagetrace.read.lanes import WorkerTime, place_of_worker
 from stagetrace.read.terminal import milliseconds
 
+MOST_LIKELY = 5  # candidates of a token that are told
 _SCHEDULER = "stage03_engine/core/scheduler.py Scheduler."
 _VLLM = "vllm/v1/core/sched/scheduler.py Scheduler."
 _MANAGER = "stage03_engine/core/kv_cache_manager.py KVCacheManager."
@@ -96,6 +98,19 @@ def held_back(args: dict[str, Any], first: RequestState | None, settings: dict[s
             victims = ", ".join(sent_away)
             return f"{victims} had to go in this step, and no new request may overtake a preempted one."
     return f"the rule {args['rule']!r}."
+
+
+def token_chances(number: int, chosen: list[Any], *likely: list[Any]) -> str:
+    """What a token of an answer is and could have been: [text, probability] of the chosen one and of the likeliest ones."""
+
+    def words(one: list[Any]) -> str:
+        text, share = one
+        shown = json.dumps(text, ensure_ascii=False) if text else "(part of a character)"
+        return f"{shown} {100 * share:.{2 if share < 0.0995 else 1}f} %{' (chosen)' if one == chosen else ''}"
+
+    most = list(likely[:MOST_LIKELY])
+    told = most if chosen in most else [*most, chosen]
+    return f"Token {number} of its answer could have been {', '.join(map(words, told))}."
 
 
 def turn(args: dict[str, Any]) -> str:

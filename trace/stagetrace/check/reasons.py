@@ -20,6 +20,7 @@ from stagetrace.check.reason_words import (
     preempted,
     routed,
     scheduled,
+    token_chances,
     turn,
     waited_for,
     worker_time,
@@ -142,6 +143,22 @@ def time_of_step(directory: str | Path, engine: int, step: int) -> list[str]:
         return []
     whole = [f"The step took {milliseconds(took)} ms."] if took else []
     return [*whole, *map(worker_time, workers), *waited_for(workers)]
+
+
+def chances_of_step(directory: str | Path, request_id: str, engine: int, step: int) -> list[str]:
+    """What else each token of the request could have been that an engine (its pid) chose in a step, as sentences: none if the client asked
+    for no logprobs, or what it was told was not recorded. A token that is computed again, because its engine died, came with the first."""
+    came: list[tuple[int, int]] = []  # of each token: engine, step
+    chances: dict[int, list[list[Any]]] = {}  # token -> [text, probability] of the chosen one, then of the likely ones
+    for event in Recording(directory):
+        if event.req != request_id:
+            continue
+        if event.name == "sched.token":
+            came += [(event.pid, event.step or 0)] * (event.args["num_output_tokens"] - len(came))
+        elif event.name == "answer.logprobs":
+            chances.update(enumerate(event.args["chances"], event.args["first"]))
+    own = (place for place, where in enumerate(came) if where == (engine, step) and place in chances)
+    return [token_chances(place + 1, *chances[place]) for place in own]
 
 
 def _ends(step: StepReasons) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Iterator
 
-from stagetrace.check.reasons import StepReasons, explain, find_request, time_of_step
+from stagetrace.check.reasons import StepReasons, chances_of_step, explain, find_request, time_of_step
 from stagetrace.commands.common import add_run
 from stagetrace.errors import TraceError
 from stagetrace.read.terminal import say
@@ -40,6 +40,8 @@ def run(args: argparse.Namespace) -> int:
             _print_step(request_id, step, f" of {step.process}" if several else "")
             found[step.engine] = step.process
     for engine, name in found.items():
+        for line in chances_of_step(args.run, request_id, engine, args.step):
+            say(f"- {line}")
         times = time_of_step(args.run, engine, args.step)
         if times:
             say(f"the workers of {name} in step {args.step}")

@@ -41,11 +41,16 @@ function setAttribute(element, name, value) {
 
 /** Make these elements the children, in this order; who is in its place stays there. */
 function arrange(parent, items) {
-  const stay = new Set(items);
-  for (const child of [...parent.children]) if (!stay.has(child)) child.remove();
-  items.forEach((item, place) => {
-    if (parent.children[place] !== item) parent.insertBefore(item, parent.children[place] ?? null);
-  });
+  let place = 0, child = parent.firstElementChild;
+  for (; place < items.length && child === items[place]; place++) child = child.nextElementSibling;
+  const stay = new Set(items.slice(place));
+  for (let next; child; child = next) {
+    next = child.nextElementSibling;
+    if (!stay.has(child)) child.remove();
+  }
+  for (; place < items.length; place++) {
+    if (parent.children[place] !== items[place]) parent.insertBefore(items[place], parent.children[place] ?? null);
+  }
 }
 
 /** The children of an element, each with a key and a look; one is made again only if its look has changed. */
@@ -180,25 +185,32 @@ class BlockMap {
     this.total = Math.max(last.usable + 1, recording.numBlocks[engine]);
     this.count = Math.min(this.total, MAX_CELLS);
     this.looks = new Float64Array(this.count); // what is drawn of each
-    this.blocks = []; // the engine's, as they were drawn last
+    this.blocks = []; // the engine's, as they are now
+    this.drawn = []; // as they were drawn last, and which of them had a frame because the event changed them
+    this.changed = new Set();
     this.surface = new Surface(element, (width) => this.#layOut(width), () => this.#drawAll());
     element.addEventListener("pointermove", (move) => { element.title = this.cellWords(this.#idAt(move)); });
   }
 
-  /** `engine`: its state; `event` is its own. */
-  draw(engine, requests, event, only) {
+  /** `engine`: its state; `event` is its own; `whole`: in words too. A block's state is replaced when it changes, never changed. */
+  draw(engine, requests, event, only, whole) {
     const { args } = event;
     const named = [...(args.blocks ?? []), ...(args.new_blocks ?? []), event.name === "kv.evicted" ? args.block : -1];
     const changed = new Set(named);
+    const before = only === this.only ? this.drawn : [];
+    this.drawn = engine.blocks.slice(0, this.count);
     this.blocks = engine.blocks;
     this.only = only;
     for (let id = 0; id < this.count; id++) {
+      if (before[id] === this.drawn[id] && !changed.has(id) && !this.changed.has(id)) continue;
       const look = this.#look(id, changed.has(id));
       if (look === this.looks[id]) continue;
       this.looks[id] = look;
       this.#drawCell(id);
     }
+    this.changed = changed;
     this.element.dataset.free = engine.usable - engine.held;
+    if (!whole) return;
     const holdings = engine.running.map((req) => `${this.recording.label(req)} holds ${requests[req].blocks.join(", ") || "none"}`);
     setAttribute(this.element, "aria-label", `${this.words(engine)}. ${holdings.join("; ")}`);
   }

@@ -5,7 +5,7 @@ const SPEEDS = [
   ["1 step/s", 1, "step"], ["4 steps/s", 4, "step"], ["15 steps/s", 15, "step"],
   ["1 event/s", 1, "event"], ["4 events/s", 4, "event"], ["12 events/s", 12, "event"], ["40 events/s", 40, "event"],
 ];
-const SETTLED = 250; // milliseconds without a move after which the page's address names the place: browsers allow few changes of it
+const SETTLED = 250; // milliseconds without a move after which all is drawn, and the page's address names the place: browsers allow few changes of it
 
 /**
  * The common time line: {places, marks}. `places[run][position]` is the event of that run. A step begins for all runs at the same
@@ -56,6 +56,7 @@ class Player {
     Object.assign(this, synchronise(recordings)); // places, marks
     this.length = this.places[0].length;
     this.position = 0;
+    this.pulled = -1; // where the slider was pulled to since the last picture; -1: it was not
     this.timer = 0;
     this.only = ""; // label of the request that is shown alone
     this.panels = recordings.map((recording, run) => new Panels(recording, run, (at) => this.goTo(this.positionOf(run, at))));
@@ -89,10 +90,11 @@ class Player {
   }
 
   /** Once the reader stays somewhere, the page's address leads there. A page in another one may have none. */
-  #remember() {
+  #remember(whole) {
     clearTimeout(this.settling);
     const link = `#e=${this.event(0).at + 1}${this.only ? `&req=${encodeURIComponent(this.only)}` : ""}`;
     this.settling = setTimeout(() => {
+      if (!whole) this.draw();
       try { history.replaceState(null, "", link); } catch { /* then there is no link */ }
     }, SETTLED);
   }
@@ -123,9 +125,16 @@ class Player {
 
   // Moving
 
-  goTo(position) {
+  goTo(position, whole = true) {
+    this.pulled = -1;
     this.position = Math.min(Math.max(position, 0), this.length - 1);
-    this.draw();
+    this.draw(whole);
+  }
+
+  /** A slider that is pulled says so more often than there are pictures: each picture shows the newest place, and only what the reader sees. */
+  pull(position) {
+    if (this.pulled < 0) requestAnimationFrame(() => { if (this.pulled >= 0) this.goTo(this.pulled, false); });
+    this.pulled = position;
   }
 
   /** The next position in a direction with an event that is wanted; -1 if there is none. */
@@ -184,15 +193,16 @@ class Player {
 
   // Drawing
 
-  draw() {
+  /** `whole`: also what lies outside the window, and the words for a screen reader. */
+  draw(whole = true) {
     const inList = document.activeElement?.closest?.(".list")?.closest(".run");
-    this.panels.forEach((panels, run) => panels.draw(this.places[run][this.position]));
+    this.panels.forEach((panels, run) => panels.draw(this.places[run][this.position], whole));
     inList?.querySelector(".list .now")?.focus({ preventScroll: true }); // the rows are new, the focus stays on the current one
     this.slider.value = this.position;
     this.slider.setAttribute("aria-valuetext", this.#inWords());
     this.#markStep();
-    this.announce();
-    this.#remember();
+    if (whole) this.announce();
+    this.#remember(whole);
   }
 
   #inWords() {
@@ -253,7 +263,8 @@ class Player {
     this.speed.append(...SPEEDS.map(([text], value) => make("option", { value }, text)));
     this.speed.value = 0;
     this.#fillChoices();
-    on("slider", "input", () => this.goTo(Number(this.slider.value)));
+    on("slider", "input", () => this.pull(Number(this.slider.value)));
+    on("slider", "change", () => this.goTo(Number(this.slider.value))); // it was let go
     on("first", "click", () => this.goTo(0));
     on("last", "click", () => this.goTo(this.length - 1));
     on("event-back", "click", () => this.moveByEvent(-1));

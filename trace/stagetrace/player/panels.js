@@ -11,6 +11,7 @@ class Panels {
     this.root = document.getElementById("run-template").content.cloneNode(true).querySelector(".run");
     this.root.dataset.run = "AB"[index];
     this.only = -1; // the request that is shown alone
+    this.away = new Set(); // parts that lie outside the window
     this.lanes = []; // process -> {lane, last, inside}
     this.#setUp();
     this.texts = new Items(this.find(".texts"));
@@ -19,6 +20,14 @@ class Panels {
     this.timeline = new RequestTimeline(recording, this.find(".timeline"), recording.firstScheduled, seek);
     this.chances = new ChancePanel(recording, this.find(".chances"), seek);
     this.events = new EventList(recording, this.find(".list"), this.find(".event"), seek);
+    this.#watch();
+  }
+
+  #watch() {
+    const observer = new IntersectionObserver((changes) => {
+      for (const { target, isIntersecting } of changes) this.away[isIntersecting ? "delete" : "add"](target);
+    });
+    for (const part of this.root.querySelectorAll(".core, .output, .chances, .timeline, .detail")) observer.observe(part);
   }
 
   find(selector) {
@@ -84,20 +93,22 @@ class Panels {
     return make("li", { ...attributes, "--hue": hue(req) }, make("b", {}, label), ...more);
   }
 
-  /** Draw the moment just after the event at this place. */
-  draw(at) {
+  /** Draw the moment just after the event at this place; without `whole` only what lies in the window. */
+  draw(at, whole = true) {
     const state = this.recording.stateAt(at);
     const event = this.recording.events[at];
+    const isDrawn = (part) => whole || !this.away.has(part);
+    const engines = this.engines.filter(({ root }) => isDrawn(root));
     this.root.dataset.at = at;
     // the canvases first: to write on one, the browser computes the styles of all that was changed before
-    this.timeline.draw(at, state.engines.flatMap(({ running }) => running));
-    for (const panel of this.engines) panel.drawBlocks(state, event);
+    if (isDrawn(this.find(".timeline"))) this.timeline.draw(at, state.engines.flatMap(({ running }) => running));
+    for (const panel of engines) panel.drawBlocks(state, event, whole);
     this.#drawHead(state, event);
     this.#drawLanes(state, event);
-    for (const panel of this.engines) panel.draw(state, event);
-    this.#drawTexts(state);
-    this.chances.draw(state, event, this.only);
-    this.events.draw(at);
+    for (const panel of engines) panel.draw(state, event, whole);
+    if (isDrawn(this.find(".output"))) this.#drawTexts(state);
+    if (isDrawn(this.find(".chances"))) this.chances.draw(state, event, this.only);
+    if (isDrawn(this.find(".detail"))) this.events.draw(at);
   }
 
   /** The step that an engine was in, or after, at an event: the event's own engine, its only one, or else the one that began a step last. */
@@ -259,7 +270,7 @@ class EnginePanel {
     return this.root.querySelector(selector);
   }
 
-  draw(state, event) {
+  draw(state, event, whole) {
     const engine = state.engines[this.process];
     this.root.hidden = this.panels.engines.length > 1 && state.lastOf[this.process] === undefined; // it is started later
     this.root.classList.toggle("dead", Boolean(engine.dead));
@@ -269,7 +280,7 @@ class EnginePanel {
     this.#drawWaiting(state, engine);
     this.#drawEnded(state);
     this.#drawRunning(state, engine);
-    if (engine.running.includes(event.req)) requestAnimationFrame(() => this.#scrollTo(event.req));
+    if (whole && engine.running.includes(event.req)) requestAnimationFrame(() => this.#scrollTo(event.req));
     this.#drawCache(engine, event);
   }
 
@@ -399,8 +410,8 @@ class EnginePanel {
     return parts.join(" · ");
   }
 
-  drawBlocks(state, event) {
-    this.blocks.draw(state.engines[this.process], state.requests, this.#own(event), this.panels.only);
+  drawBlocks(state, event, whole) {
+    this.blocks.draw(state.engines[this.process], state.requests, this.#own(event), this.panels.only, whole);
   }
 
   /** The event, if it is of this engine. */
