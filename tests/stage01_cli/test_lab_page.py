@@ -24,13 +24,14 @@ from stage01_cli.tools.lab.bench import KINDS
 from stage01_cli.tools.lab.own_scheduler import OwnScheduler
 from stage01_cli.tools.lab.page import read_static
 from stage01_cli.tools.lab.scenario import FIELDS, REQUEST_FIELDS
-from stage01_cli.tools.lab.simulate import simulate
+from stage01_cli.tools.lab.simulate import MAX_PRINTED, simulate
 from stage01_cli.tools.lab.static_site import write_site
 
 pytest_plugins = ["browser"]  # the fixture of tests/browser.py
 
+POOL_IN_LAB = Path(__file__).parent.parent.parent / "stage01_cli/tools/book/static/pool_in_lab.txt"
 NAMED = json.loads(read_static("scenarios.json"))
-PICTURE = """() => Object.fromEntries([...document.querySelectorAll("#grid tbody tr")].map(row => [
+PICTURE = """id => Object.fromEntries([...document.querySelectorAll(`#${id} tbody tr`)].map(row => [
   row.querySelector("th").textContent,
   Object.fromEntries([...row.querySelectorAll("td")].flatMap((cell, place) => {
     const kind = [...cell.classList].find(name => name.startsWith("k-"));
@@ -38,6 +39,13 @@ PICTURE = """() => Object.fromEntries([...document.querySelectorAll("#grid tbody
   })),
 ]))"""
 BLOCKS = """() => [...document.querySelectorAll("#blocks li")].map(block => block.title.replace(/^block \\d+: /, ""))"""
+
+
+def in_a_picture(answer: dict[str, Any]) -> dict[str, dict[str, str]]:
+    """Of what `simulate` says: name of a request -> step -> what it did."""
+    return {
+        name: {str(step): KINDS[cell[0]] for step, cell in cells.items()} for name, cells in answer["cells"].items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +59,15 @@ def own_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def url(own_file: Path) -> Iterator[str]:
     command = [sys.executable, "-m", "stage01_cli", "lab", "--scheduler-cls", f"{own_file}:ShortestFirst"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield process.stdout.readline().split()[4]
+        process.terminate()
+
+
+@pytest.fixture(scope="module")
+def printed_link() -> Iterator[str]:
+    """What `stages lab` prints, which has an editor."""
+    with subprocess.Popen([sys.executable, "-m", "stage01_cli", "lab"], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         yield process.stdout.readline().split()[4]
         process.terminate()
@@ -96,10 +113,9 @@ class Lab:
     def check_picture(self, own: OwnScheduler | None = None) -> dict[str, Any]:
         """The grid is what Python says of the scenario that the page has."""
         answer = simulate(self.scenario, own)
-        right = {
-            name: {str(step): KINDS[cell[0]] for step, cell in cells.items()} for name, cells in answer["cells"].items()
-        }
-        assert self.page.evaluate(PICTURE) == right
+        assert self.page.evaluate(PICTURE, "grid") == in_a_picture(answer)
+        beside = {} if own is None else in_a_picture(simulate(self.scenario))
+        assert self.page.evaluate(PICTURE, "beside-grid") == beside and self.page.is_visible("#beside") == bool(beside)
         return answer
 
     def close(self) -> None:
@@ -377,6 +393,46 @@ def test_ones_own_scheduler_beside_the_reference(browser: Any, url: str, own_fil
     lab.close()
 
 
+def test_a_scheduler_is_written_into_the_servers_page(browser: Any, printed_link: str) -> None:
+    """The reference's run above, one's own below; whatever is written, the page goes on."""
+    lab = Lab(browser, printed_link)
+    assert "key=" in printed_link and "key=" not in lab.page.url, "a link that is copied has no key"
+    lab.page.reload()
+    lab.settled()
+    lab.click("Head-of-line blocking")
+    lab.use("own")
+    starter = read_static("own_scheduler.txt")
+    assert lab.page.input_value("#code") == starter and "on this machine" in lab.text("#own-text label")
+    lab.check_picture(OwnScheduler(text=starter))
+    assert "the project's own" in lab.text("#facts"), "the numbers of both"
+    mistakes = {
+        "class Mine(": "SyntaxError: '(' was never closed [your scheduler, line 1: class Mine(]",
+        "": "the text defines no class; begin with: class MyScheduler(Scheduler):",
+        "class Mine:\n    def __init__(self, *args):\n        raise ValueError('no')": "ValueError: no [your scheduler, line 3: raise ValueError('no')]",
+        "class Mine:\n    def __init__(self, *args):\n        while True: print('x' * 9999)": "it was still at work after 5 seconds of CPU time [your scheduler, line 3:",
+    }
+    for code, sentence in mistakes.items():
+        lab.page.fill("#code", code)
+        lab.click("Run")
+        assert lab.text("#problem").startswith(sentence)
+    assert len(lab.text("#printed-text")) <= MAX_PRINTED
+    pool = "from stage03_engine.core.block_pool import BlockPool\n" + POOL_IN_LAB.read_text(encoding="utf-8")
+    lab.page.fill("#code", pool)
+    lab.click("Run")
+    assert lab.text("#problem") == ""
+    lab.check_picture(OwnScheduler(text=pool))
+    lab.use("reference")
+    lab.check_picture()
+    lab.close()
+
+
+def test_without_the_key_the_page_has_no_editor(browser: Any, printed_link: str) -> None:
+    lab = Lab(browser, printed_link.partition("?")[0])
+    assert lab.page.is_disabled("[name=whose][value=own]") and "open the link that was printed" in lab.text("#own-name")
+    lab.check_picture()
+    lab.close()
+
+
 def test_it_fits_a_telephone(browser: Any, url: str) -> None:
     lab = Lab(browser, url, width=400)
     assert lab.page.evaluate("() => document.documentElement.scrollWidth") <= 400
@@ -464,7 +520,7 @@ def check_sources(archive: Path, tmp_path: Path) -> None:
 import json, sys
 sys.path = [{str(unpacked)!r}, {str(unpacked / "trace")!r}, *(path for path in sys.path if "site-packages" not in path)]
 from stage01_cli.tools.lab.own_scheduler import OwnScheduler
-from stage01_cli.tools.lab.simulate import simulate
+from stage01_cli.tools.lab.simulate import MAX_PRINTED, simulate
 print(json.dumps([simulate({{key: each[key] for key in ("settings", "requests")}}) for each in {NAMED!r}]))
 own = simulate({{"requests": [{{"id": "a"}}], "settings": {{"scheduling_policy": "fair"}}}}, OwnScheduler(text={read_static("own_scheduler.txt")!r}))
 assert own["problem"] is None, own

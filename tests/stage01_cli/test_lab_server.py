@@ -19,9 +19,9 @@ import pytest
 from patience import PATIENCE, wait_until
 
 from stage01_cli.main import main
-from stage01_cli.tools.lab.app import MAX_BODY_BYTES, is_own_name
-from stage01_cli.tools.lab.command import listen
-from stage01_cli.tools.lab.simulate import simulate
+from stage01_cli.tools.lab.app import KEY_HEADER, MAX_BODY_BYTES, is_own_name, make_app
+from stage01_cli.tools.lab.command import link_and_key, listen
+from stage01_cli.tools.lab.simulate import MAX_PRINTED, simulate
 from stage01_cli.tools.lab.simulator import ENDED, Simulator
 
 SCENARIO: dict[str, Any] = {
@@ -39,8 +39,7 @@ def server() -> Iterator[tuple[str, subprocess.Popen[str]]]:
     command = [sys.executable, "-m", "stage01_cli", "lab"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        url = process.stdout.readline().split()[4]
-        yield url, process
+        yield process.stdout.readline().split()[4].partition("?key=")[0], process
         process.kill()
 
 
@@ -110,7 +109,7 @@ def test_a_body_that_is_none_is_refused(
 
 
 def test_a_scenario_that_is_none_gets_its_sentence(server: tuple[str, subprocess.Popen[str]]) -> None:
-    for body in ({}, {"scenario": {"requests": []}}, {"scenario": 1, "code": "import os"}):
+    for body in ({}, {"scenario": {"requests": []}}, {"scenario": 1, "text": "import os"}):
         answer = httpx.post(server[0] + "simulate", json=body)
         assert answer.status_code == 200 and answer.json()["problem"].startswith("The scenario cannot be read: ")
 
@@ -246,6 +245,132 @@ def test_a_question_that_nobody_waits_for_leaves_no_answer_behind() -> None:
         assert [facts["id"] for facts in answer["requests"]] == ["other"]
 
     ask_all(None, first)
+
+
+# Code that is written into the page
+
+KEY = "the key of the printed link"
+Post = Callable[..., Awaitable[httpx.Response]]
+
+
+def post_all(key: str | None, *questions: Callable[[Post], Awaitable[None]]) -> None:
+    """Ask an application that was started with this key."""
+
+    async def run() -> None:
+        app = make_app("127.0.0.1", limit_seconds=0.5, key=key)
+        transport = httpx.ASGITransport(app)
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=PATIENCE) as client,
+        ):
+
+            async def post(code: Any = None, sent: str | None = KEY) -> httpx.Response:
+                headers = {} if sent is None else {KEY_HEADER: sent}
+                body = json.dumps({"scenario": SCENARIO, "code": code})  # httpx would refuse what a client may send
+                headers["Content-Type"] = "application/json"
+                return await client.post("/simulate", content=body, headers=headers)
+
+            for question in questions:
+                await question(post)
+
+    asyncio.run(run())
+
+
+def written(body: str) -> str:
+    return HEAD + body
+
+
+GOOD = written("print('hello'); return super().schedule()")
+
+
+@pytest.mark.parametrize(
+    ("code", "problem"),
+    [
+        (written("while True: pass"), "Step 1: it was still at work after 0.5 seconds of CPU time [your scheduler, line 5: while True: pass]"),
+        (written("while True: print('x' * 10_000)"), "Step 1: it was still at work after 0.5 seconds of CPU time [your scheduler, line 5:"),
+        ("class Mine(", "SyntaxError: '(' was never closed [your scheduler, line 1: class Mine(]"),
+        ("x = 1", "the text defines no class; begin with: class MyScheduler(Scheduler):"),
+        ("class A: pass\0", "source code string cannot contain null bytes"),
+        ("\ud800", "surrogates not allowed"),
+        ("", "the text defines no class; begin with: class MyScheduler(Scheduler):"),
+        ("1 / 0", "ZeroDivisionError: division by zero [your scheduler, line 1: 1 / 0]"),
+        ("class Mine: pass", "TypeError: Mine() takes no arguments"),
+        (written("raise ValueError('no')"), "Step 1: ValueError: no [your scheduler, line 5: raise ValueError('no')]"),
+        (written("raise ValueError('x' * (65 << 20))"), ENDED.format(0.5)),
+        (written("return [super().schedule()] * (1 << 40)"), "Step 1: MemoryError [your scheduler, line 5:"),
+        (written("os._exit(0)"), ENDED.format(0.5)),
+        (written("os.kill(os.getppid(), 0)"), "Step 1: PermissionError: [Errno 1] Operation not permitted [your scheduler, line 5:"),
+        (written("os.system('true') and 1 / 0; return super().schedule()"), "Step 1: ZeroDivisionError"),
+        (written("open('mine.txt', 'w')"), "Step 1: PermissionError: [Errno 13] Permission denied: 'mine.txt' [your scheduler, line 5:"),
+        (written("__import__('socket').create_connection(('127.0.0.1', 1))"), "Step 1: PermissionError: [Errno 1] Operation not permitted [your scheduler, line 5:"),
+    ],
+    ids=["loops", "prints and loops", "is no Python", "has no class", "null byte", "lone surrogate", "is empty", "raises at once", "is no scheduler", "raises", "says too much",
+         "eats memory", "exits", "asks for its parent", "starts a process", "writes a file", "asks the network"],
+)  # fmt: skip
+def test_whatever_code_is_sent_there_is_an_answer(
+    code: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the next code gets one too; what it prints is cut, and it does no harm."""
+    monkeypatch.chdir(tmp_path)
+    if problem.startswith("Step 1: PermissionError") or "os.system" in code:
+        from stage01_cli.tools.course import sandbox
+
+        if reason := sandbox.problem():
+            pytest.skip(reason)
+
+    async def first(post: Post) -> None:
+        answer = await post(code)
+        assert answer.status_code == 200 and problem in answer.json()["problem"]
+        assert len(answer.json().get("printed", "")) <= MAX_PRINTED
+        right = (await post(GOOD)).json()
+        assert right["problem"] is None and right["printed"].startswith("hello\nhello\n")
+        assert not list(tmp_path.iterdir())
+
+    post_all(KEY, first)
+
+
+def test_code_that_changes_the_reference_changes_only_its_own_process() -> None:
+    async def first(post: Post) -> None:
+        bad = await post(
+            "from stage03_engine.core.scheduler import Scheduler\nScheduler.schedule = None\nclass Mine(Scheduler): pass"
+        )
+        assert "TypeError" in bad.json()["problem"]
+        assert (await post()).json() == json.loads(json.dumps(simulate(SCENARIO)))
+
+    post_all(KEY, first)
+
+
+def test_code_is_taken_with_the_key_only() -> None:
+    async def with_key(post: Post) -> None:
+        for sent in (None, "", "another", KEY + "x", KEY[:-1]):
+            assert refused(await post(GOOD, sent)) == (
+                403,
+                "Code is taken with the key only: open the link that `stages lab` printed.",
+            )
+            assert (await post(None, sent)).status_code == 200, "the reference needs no key"
+        for wrong in (1, ["x"], {}, True):
+            assert refused(await post(wrong)) == (400, "The code must be a text.")
+
+    async def without(post: Post) -> None:
+        for sent in (None, "", KEY, "None"):
+            assert refused(await post(GOOD, sent))[0] == 403
+        assert "takes no code" in refused(await post(GOOD))[1]
+
+    post_all(KEY, with_key)
+    post_all(None, without)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.0.2", "0.0.0.0"])
+def test_only_what_listens_on_this_machine_alone_has_a_key(host: str) -> None:
+    with listen(host, 0) as listener:
+        port = listener.getsockname()[1]
+        link, key = link_and_key(host, listener, scheduler_cls=None)
+        assert link == f"http://{host}:{port}/" + (f"?key={key}" if key else "")
+        assert (key is None) == (host == "0.0.0.0") and (key is None or len(key) >= 32)
+        assert key is None or link_and_key(host, listener, None)[1] != key
+        assert link_and_key(host, listener, "mine.py:Mine") == (f"http://{host}:{port}/", None), (
+            "the file is the editor"
+        )
 
 
 # The command

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import zipfile
 from pathlib import Path
@@ -12,7 +11,7 @@ from stage01_cli.tools.book.chapters import ROOT
 from stage01_cli.tools.course.exercises import Exercise, exercises
 from stage01_cli.tools.lab.page import read_static as of_lab
 from stage01_cli.tools.lab.static_site import plain
-from stagetrace.player.build import csp_hash, fill, harmless
+from stagetrace.player.frame import framed
 
 STATIC = Path(__file__).resolve().parent / "static"
 MODULE = "stage01_cli.tools.book.in_browser"
@@ -86,16 +85,10 @@ def build_page(start: dict[str, Any]) -> str:
     """The page. It runs its own script and asks its own server, and nothing else."""
     found = [_row(each) for each in exercises().values()]
     script = of_lab("python.js") + "\n" + (STATIC / "exercises.js").read_text(encoding="utf-8")
-    style = of_lab("lab.css") + "\n" + (STATIC / "exercises.css").read_text(encoding="utf-8")
-    style = ":root { --prefill: #0059a8; --decode: #2e8540; --preempted: #b3261e; --wait: #d0d7de; }\n" + style
-    policy = (
-        f"default-src 'none'; script-src 'self' 'wasm-unsafe-eval' 'sha256-{csp_hash(script)}'; style-src 'sha256-{csp_hash(style)}'; "
-        "connect-src 'self'; worker-src 'self'; img-src data:; base-uri 'none'; form-action 'none'"
-    )
     pool = (STATIC / "pool_in_lab.txt").read_text(encoding="utf-8")
     data = {"start": start, "exercises": found, "pool_in_lab": pool}
-    parts = {"STYLE": style, "DATA": harmless(json.dumps(data)), "SCRIPT": script, "POLICY": policy}
-    return fill((STATIC / "exercises.html").read_text(encoding="utf-8"), parts)
+    body, style = ((STATIC / f"exercises.{kind}").read_text(encoding="utf-8") for kind in ("html", "css"))
+    return framed("The exercises, in the browser", body, style, script, data, "python")[0]
 
 
 def _row(exercise: Exercise) -> dict[str, Any]:

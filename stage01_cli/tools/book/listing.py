@@ -11,6 +11,8 @@ from pygments.lexers import get_lexer_for_filename
 from pygments.lexers.special import TextLexer
 from pygments.util import ClassNotFound
 
+CODE_STYLES = ("a11y-high-contrast-light", "a11y-high-contrast-dark")
+"""Of accessible-pygments, which the theme brings: comments and strings can be read, too."""
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title><link rel="icon" href="{up}_static/favicon.svg"><link rel="stylesheet" href="{up}_static/listing.css"></head>
@@ -20,10 +22,10 @@ PAGE = """<!doctype html>
 
 def css() -> str:
     """The style of the pages, light and dark."""
-    light, dark = (HtmlFormatter(style=style).get_style_defs(".highlight") for style in ("tango", "github-dark"))
+    light, dark = (HtmlFormatter(style=style).get_style_defs(".highlight") for style in CODE_STYLES)
     own = (
         ":root{color-scheme:light dark}body{margin:0;font:14px/1.5 ui-monospace,monospace}header{padding:.6rem 1rem;font-family:system-ui}"
-        "h1{display:inline;font-size:1rem;margin-left:1rem}main{overflow-x:auto;padding:0 1rem 3rem}pre{margin:0}.highlight{background:none}"
+        "h1{display:inline;font-size:1rem;margin-left:1rem;overflow-wrap:anywhere}main{overflow-x:auto;padding:0 1rem 3rem}pre{margin:0}.highlight{background:none}"
         ".highlight a{color:inherit;text-decoration:none}.linenos a{opacity:.75}:target{background:#fc08;outline:2px solid #fa0}"
         "li{font-family:system-ui}"
     )

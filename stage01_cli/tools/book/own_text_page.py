@@ -10,7 +10,7 @@ from pathlib import Path
 from stage01_cli.tools.book.chapters import ROOT
 from stage01_cli.tools.lab.page import read_static as of_lab
 from stage01_cli.tools.lab.static_site import plain
-from stagetrace.player.build import csp_hash, fill, harmless
+from stagetrace.player.frame import framed
 
 STATIC = Path(__file__).resolve().parent / "static"
 MODEL = ROOT / "stage03_engine" / "bundled" / "gpt2-tiny"
@@ -45,12 +45,7 @@ def write_page(lab: Path) -> None:
 def build_page(start: dict[str, object]) -> str:
     """The page. It runs its own script and asks its own server, and nothing else."""
     script = of_lab("python.js") + "\n" + (STATIC / "own_text.js").read_text(encoding="utf-8")
-    style = of_lab("lab.css") + "\n" + (STATIC / "own_text.css").read_text(encoding="utf-8")
-    policy = (
-        f"default-src 'none'; script-src 'self' 'wasm-unsafe-eval' 'sha256-{csp_hash(script)}'; style-src 'sha256-{csp_hash(style)}'; "
-        "connect-src 'self'; worker-src 'self'; img-src data:; base-uri 'none'; form-action 'none'"
-    )
     config = json.loads((MODEL / "config.json").read_text(encoding="utf-8"))
     data = {"start": start, "layers": config["n_layer"], "heads": config["n_head"]}
-    parts = {"STYLE": style, "DATA": harmless(json.dumps(data)), "SCRIPT": script, "POLICY": policy}
-    return fill((STATIC / "own_text.html").read_text(encoding="utf-8"), parts)
+    body, style = ((STATIC / f"own_text.{kind}").read_text(encoding="utf-8") for kind in ("html", "css"))
+    return framed("Your own text, in the browser", body, style, script, data, "python")[0]

@@ -2,14 +2,19 @@
 
 It answers a browser on this machine and nobody else: a page of another site must not reach it, not even by a name that it has
 pointed to 127.0.0.1. So the Host must be an address or localhost, and the Origin, if there is one, this server.
+
+Code that is written into the page runs with the rights of whoever started the server, so it is taken from nobody else: from this machine only, and with
+the key that stands in the link that was printed. Other users of the machine reach the port, but do not have the key.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import json
+import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
@@ -25,10 +30,17 @@ from stage01_cli.tools.lab.simulator import LIMIT_SECONDS, Simulator
 MAX_BODY_BYTES = 1 << 20
 
 
-def make_app(host: str, scheduler_cls: str | None = None, limit_seconds: float = LIMIT_SECONDS) -> Starlette:
-    """The application; `host` is the name or address that it is bound to."""
-    simulator = Simulator(scheduler_cls, limit_seconds)
-    page, policy = build_page({"mode": "server", "own": scheduler_cls})
+KEY_HEADER = "X-Lab-Key"
+
+
+def make_app(
+    host: str, scheduler_cls: str | None = None, limit_seconds: float = LIMIT_SECONDS, key: str | None = None
+) -> Starlette:
+    """The application; `host` is the name or address that it is bound to. With a `key` it runs code that is sent with it."""
+    reference = Simulator(None, limit_seconds)  # a process that no class of the learner's has been in
+    own = reference if scheduler_cls is None else Simulator(scheduler_cls, limit_seconds)
+    written = Simulator(None, limit_seconds, shut_in=True)
+    page, policy = build_page({"mode": "server", "own": scheduler_cls, "editor": key is not None})
     policy += "; frame-ancestors 'none'"
     headers = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff", "Cache-Control": "no-cache"}
 
@@ -37,17 +49,20 @@ def make_app(host: str, scheduler_cls: str | None = None, limit_seconds: float =
 
     async def run_simulation(request: Request) -> Response:
         try:
-            body = await _json_body(request)
+            question = await _question(request)
+            if question["code"] is not None:
+                _check_key(request, key)
         except _Refused as refused:
             return _problem(refused.status, str(refused))
-        return Response(
-            await simulator.ask(body), media_type="application/json", headers={"X-Content-Type-Options": "nosniff"}
-        )
+        simulator = written if question["code"] is not None else own if question["own"] else reference
+        answer = await simulator.ask(json.dumps(question).encode())
+        return Response(answer, media_type="application/json", headers={"X-Content-Type-Options": "nosniff"})
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         yield
-        await simulator.close()
+        for simulator in (reference, own, written):
+            await simulator.close()
 
     routes = [Route("/", show_page), Route("/simulate", run_simulation, methods=["POST"])]
     return Starlette(routes=routes, middleware=[Middleware(OwnPagesOnly, host=host)], lifespan=lifespan)
@@ -63,8 +78,15 @@ def _problem(status: int, sentence: str) -> Response:
     return JSONResponse({"problem": sentence}, status)
 
 
-async def _json_body(request: Request) -> bytes:
-    """The body on one line. A form of another page can send no JSON without being asked first, so nothing else is accepted."""
+def _check_key(request: Request, key: str | None) -> None:
+    if key is None:
+        raise _Refused(403, "This server takes no code: it does not listen on this machine alone.")
+    if not secrets.compare_digest(request.headers.get(KEY_HEADER, "").encode(), key.encode()):
+        raise _Refused(403, "Code is taken with the key only: open the link that `stages lab` printed.")
+
+
+async def _question(request: Request) -> dict[str, Any]:
+    """What is asked: `scenario`, whether of the `own` class, and the `code` of one or None. A form of another page can send no JSON without being asked first, so nothing else is accepted."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise _Refused(415, "The body must be application/json.")
     body = b""
@@ -75,7 +97,10 @@ async def _json_body(request: Request) -> bytes:
     try:
         question = json.loads(body)
         if isinstance(question, dict):
-            return json.dumps({"scenario": question.get("scenario"), "own": question.get("own") is True}).encode()
+            code = question.get("code")
+            if not isinstance(code, str | None):
+                raise _Refused(400, "The code must be a text.")
+            return {"scenario": question.get("scenario"), "own": question.get("own") is True, "code": code}
     except (ValueError, RecursionError):
         raise _Refused(400, "The body is not JSON.") from None
     raise _Refused(400, "The body must be an object with a scenario.")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ipaddress
+import secrets
 import socket
 from pathlib import Path
 
@@ -70,13 +72,23 @@ async def _serve(host: str, port: int, scheduler_cls: str | None) -> int:
     from stage01_cli.tools.lab.app import make_app
 
     listener = listen(host, port)
-    app = make_app(host, scheduler_cls)
+    link, key = link_and_key(host, listener, scheduler_cls)
+    app = make_app(host, scheduler_cls, key=key)
     config = uvicorn.Config(app, server_header=False, ws="none", log_level="warning", timeout_graceful_shutdown=1)
-    shown = f"[{host}]" if ":" in host else host
-    print(f"The laboratory is on http://{shown}:{listener.getsockname()[1]}/ (Ctrl-C ends it)", flush=True)
+    print(f"The laboratory is on {link} (Ctrl-C ends it)", flush=True)
     with listener:
         await uvicorn.Server(config).serve(sockets=[listener])
     return 0
+
+
+def link_and_key(host: str, listener: socket.socket, scheduler_cls: str | None) -> tuple[str, str | None]:
+    """The page's address, and the key that stands in it. Without a key the page has no editor: where other machines can ask, and where a file is the editor."""
+    address, port = listener.getsockname()[:2]
+    link = f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
+    if scheduler_cls is not None or not ipaddress.ip_address(address).is_loopback:
+        return link, None
+    key = secrets.token_urlsafe()
+    return f"{link}?key={key}", key
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -8,8 +8,7 @@ from typing import Any
 
 from stage01_cli.tools.lab.bench import KINDS
 from stage01_cli.tools.lab.scenario import FIELDS, MAX_REQUESTS, MAX_STEPS, POLICIES, PREFIXES, REQUEST_FIELDS, SWITCHES
-from stagetrace.figures.style import KINDS as LOOKS, css_colours
-from stagetrace.player.build import csp_hash, fill, harmless
+from stagetrace.player.frame import Reach, framed
 
 SCRIPTS = ("link.js", "python.js", "simulator.js", "editor.js", "picture.js", "lab.js")
 STARTER = "own_scheduler.txt"  # what the text box of the static page begins with
@@ -21,27 +20,15 @@ def build_page(how: dict[str, Any]) -> tuple[str, str]:
     `how`: `mode` is "server" or "static"; `own` names the learner's class, if the server has one.
     """
     script = "\n".join(read_static(name) for name in SCRIPTS)
-    style = _colours() + read_static("lab.css")
     data = how | {
         "fields": FIELDS, "switches": SWITCHES, "policies": POLICIES, "prefixes": PREFIXES, "request_fields": REQUEST_FIELDS,
         "max_requests": MAX_REQUESTS, "max_steps": MAX_STEPS, "kinds": KINDS, "scenarios": json.loads(read_static("scenarios.json")),
         "starter": read_static(STARTER),
     }  # fmt: skip
-    worker = "script-src 'self' 'wasm-unsafe-eval'" if how["mode"] == "static" else "script-src"
-    policy = (
-        f"default-src 'none'; {worker} 'sha256-{csp_hash(script)}'; style-src 'sha256-{csp_hash(style)}'; connect-src 'self'; worker-src 'self'; "
-        "img-src data:; base-uri 'none'; form-action 'none'"
-    )
-    parts = {"STYLE": style, "DATA": harmless(json.dumps(data)), "SCRIPT": script, "POLICY": policy}
-    return fill(read_static("lab.html"), parts), policy
+    reach: Reach = "python" if how["mode"] == "static" else "server"
+    return framed("The scheduler's laboratory", read_static("lab.html"), read_static("lab.css"), script, data, reach)
 
 
 def read_static(name: str) -> str:
     """One of the files in static/."""
     return files("stage01_cli.tools.lab").joinpath("static", name).read_text(encoding="utf-8")
-
-
-def _colours() -> str:
-    """The figures' colours, which are also the player's: what a request does looks the same everywhere."""
-    colours = css_colours() | {"wait": LOOKS["wait"].face}
-    return f":root {{ {' '.join(f'--{name}: {colour};' for name, colour in colours.items())} }}\n"

@@ -21,15 +21,16 @@ ENDED = "The simulation's process was ended: it took more than {:g} seconds of C
 class Simulator:
     """Simulates one scenario at a time, first come, first served. The process starts with the first; one that ended is replaced."""
 
-    def __init__(self, scheduler_cls: str | None, limit_seconds: float = LIMIT_SECONDS) -> None:
-        """`scheduler_cls`: the learner's own, as `FILE.py:Class` or `module:Class`."""
+    def __init__(self, scheduler_cls: str | None, limit_seconds: float = LIMIT_SECONDS, shut_in: bool = False) -> None:
+        """`scheduler_cls`: the learner's own, as `FILE.py:Class` or `module:Class`. `shut_in`: the process writes no file, starts none and asks nobody."""
         self._own = [] if scheduler_cls is None else [scheduler_cls]
+        self._shut_in = ["--shut-in"] if shut_in else []
         self._limit = limit_seconds
         self._process: Process | None = None
         self._turn = asyncio.Lock()
 
     async def ask(self, question: bytes) -> bytes:
-        """The answer of `simulate`, as JSON. `question` is JSON without a line break: {"scenario": ..., "own": bool}."""
+        """The answer of `simulate`, as JSON. `question` is JSON without a line break: {"scenario": ..., "own": bool, "code": the text of a class, or None}."""
         async with self._turn:
             try:
                 return await asyncio.wait_for(self._ask(question), PATIENCE_SECONDS)
@@ -51,7 +52,7 @@ class Simulator:
         return await process.stdout.readuntil(b"\n")
 
     async def _start(self) -> None:
-        words = ["-m", "stage01_cli.tools.lab.worker", str(self._limit), *self._own]
+        words = ["-m", "stage01_cli.tools.lab.worker", str(self._limit), *self._shut_in, *self._own]
         with signals_are_ours():
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable, *words, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, limit=MAX_ANSWER_BYTES,

@@ -40,7 +40,13 @@ def page(
     data[0] |= ({"start": start} if start else {}) | ({"root": root.as_uri()} if root is not None else {})
     script = lean("\n".join(_template(name) for name in SCRIPTS))
     title = " and ".join(run["title"] for run in data)
-    return assemble(_template("player.html"), title, _colours() + lean(_template("player.css")), script, pack(data))
+    return assemble(
+        _template("player.html"),
+        title,
+        _colours() + lean(_template("tokens.css") + _template("player.css")),
+        script,
+        pack(data),
+    )
 
 
 def assemble(template: str, title: str, style: str, script: str, data: Any) -> str:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from stage01_cli.tools.book.links import page_of, relative
+from stage01_cli.tools.book.listing import CODE_STYLES
 
 project = "vLLM in stages"
 author = "The vLLM in stages authors"
@@ -24,7 +25,7 @@ html_favicon = "_static/favicon.svg"
 html_extra_path = ["_extra"]
 html_copy_source = False
 html_permalinks = True
-pygments_style, pygments_dark_style = "tango", "github-dark"
+pygments_style, pygments_dark_style = CODE_STYLES
 
 
 def lead_to_source(app: Any, doctree: Any, docname: str) -> None:
@@ -41,8 +42,27 @@ def lead_to_source(app: Any, doctree: Any, docname: str) -> None:
             node["internal"] = True
 
 
+MENDED = {
+    '<p class="caption" role="heading">': '<p class="caption" role="heading" aria-level="2">',
+    "<pre>": '<pre tabindex="0">',
+    '<div class="table-wrapper ': '<div tabindex="0" class="table-wrapper ',
+}
+
+
+def for_ears_and_keys(app: Any, exception: Exception | None) -> None:
+    """A caption says which level of heading it is; code and tables that are wider than their box can be scrolled with the keys. What Sphinx has only copied stays as it is: a page
+    with a script of its own carries the script's hash."""
+    for page in Path(app.outdir).rglob("*.html"):
+        if not Path(app.srcdir, "_extra", page.relative_to(app.outdir)).exists():
+            text = page.read_text(encoding="utf-8")
+            for tag, mended in MENDED.items():
+                text = text.replace(tag, mended)
+            page.write_text(text, encoding="utf-8")
+
+
 def setup(app: Any) -> dict[str, bool]:
     """Sphinx calls it."""
     app.add_config_value("book_root", Path("@ROOT@"), "env")
     app.connect("doctree-resolved", lead_to_source)
+    app.connect("build-finished", for_ears_and_keys)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -7,6 +7,7 @@ const PLAY_MS = 350;
 const picture = new Picture((place, step) => editor.setArrival(place, step));
 const editor = new Editor(changed);
 const simulator = DATA.mode === "static" ? new BrowserSimulator(say) : new ServerSimulator();
+const hasEditor = DATA.mode === "static" || Boolean(DATA.editor && simulator.key);
 let wanted = 0; // number of the newest change: an answer to an older one is dropped
 let timer = 0;
 let linkTimer = 0;
@@ -20,10 +21,10 @@ function complain(text) {
   byId("problem").textContent = text ?? "";
 }
 
-/** The learner's own scheduler, if it is chosen: its code, or "" for the server's; null: the reference. */
+/** The learner's own scheduler, if it is chosen: its code, or "" for the class that the server was started with; null: the reference. */
 function own() {
   if (document.querySelector("[name=whose]:checked").value === "reference") return null;
-  return DATA.mode === "static" ? byId("code").value : "";
+  return hasEditor ? byId("code").value || "\n" : "";
 }
 
 function changed() {
@@ -45,9 +46,12 @@ function runSoon() {
 
 async function run() {
   const mine = ++wanted;
+  const chosen = own();
   let answer;
+  let reference = null;
   try {
-    answer = await simulator.run(editor.scenario, own());
+    const both = [simulator.run(editor.scenario, null), ...(chosen === null ? [] : [simulator.run(editor.scenario, chosen)])];
+    [answer, reference = null] = (await Promise.all(both)).reverse();
   } catch (error) {
     answer = { problem: DATA.mode === "static" ? notServed(error) : `The server of this page does not answer: ${error.message}` };
   }
@@ -56,7 +60,7 @@ async function run() {
   complain(answer.problem);
   showPrinted(answer.printed);
   if (answer.cells) {
-    picture.draw(answer);
+    picture.draw(answer, reference?.cells ? reference : null);
     if (picture.movedPlace !== undefined) byId("grid").querySelector(`.arrival[data-place="${picture.movedPlace}"]`)?.focus();
     picture.movedPlace = undefined;
   }
@@ -123,18 +127,19 @@ function markScenario() {
 // Buttons
 
 function showWhose() {
-  const text = DATA.mode === "static";
   const radio = document.querySelector("[name=whose][value=own]");
-  if (text) {
+  if (hasEditor) {
     byId("own-name").textContent = "yours, written here";
     const handed = new URLSearchParams(location.search).has("own") && localStorage.getItem("stages-own-scheduler"); // by the page of the exercises
     byId("code").value = handed || DATA.starter;
     if (handed) radio.checked = true;
   } else if (DATA.own) byId("own-name").replaceChildren("yours: ", make("code", {}, DATA.own));
-  radio.disabled = !text && !DATA.own;
+  else if (DATA.editor) byId("own-name").textContent = "yours: open the link that was printed, with its key";
+  if (DATA.mode === "server") byId("where").textContent = "on this machine, in a process of its own";
+  radio.disabled = !hasEditor && !DATA.own;
   const show = () => {
-    byId("own-text").hidden = !text || own() === null;
-    byId("again").hidden = text || own() === null;
+    byId("own-text").hidden = !hasEditor || own() === null;
+    byId("again").hidden = hasEditor || own() === null;
   };
   for (const each of document.querySelectorAll("[name=whose]")) {
     each.addEventListener("change", () => {

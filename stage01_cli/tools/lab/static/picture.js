@@ -36,14 +36,11 @@ class Picture {
     return this.run?.steps.length ?? 1;
   }
 
-  /** Draw a run. What was selected stays selected, as far as it still exists. */
-  draw(run) {
+  /** Draw a run; that of the reference above it, if it is the learner's. What was selected stays selected, as far as it still exists. */
+  draw(run, reference = null) {
     const hadFocus = byId("grid").contains(document.activeElement) && document.activeElement.className === "cell";
-    this.run = run;
-    this.#cells.clear();
-    this.#columns = [];
-    const body = make("tbody", {}, ...run.requests.map((facts, row) => this.#row(facts, row)));
-    byId("grid").replaceChildren(this.#head(), body);
+    this.#drawBeside(reference);
+    this.#drawGrid(run);
     byId("scrub").max = this.lastStep;
     this.#setWidth();
     const row = Math.min(this.#selected[0], run.requests.length - 1);
@@ -51,15 +48,40 @@ class Picture {
     this.#drawFacts();
   }
 
+  #drawGrid(run) {
+    this.run = run;
+    this.#cells.clear();
+    this.#columns = [];
+    const body = make("tbody", {}, ...run.requests.map((facts, row) => this.#row(facts, row)));
+    byId("grid").replaceChildren(this.#head(), body);
+  }
+
+  /** The reference's run: drawn like the other, and kept as a copy that only shows. */
+  #drawBeside(run) {
+    byId("beside").hidden = !run;
+    byId("beside-grid").replaceChildren();
+    this.reference = null;
+    if (!run) return;
+    this.#drawGrid(run);
+    this.reference = this.numbers();
+    const copy = byId("grid").cloneNode(true);
+    copy.querySelectorAll(".arrival").forEach((handle) => handle.remove());
+    for (const cell of copy.querySelectorAll(".cell")) for (const name of ["role", "tabindex", "aria-selected"]) cell.removeAttribute(name);
+    byId("beside-grid").replaceChildren(...copy.childNodes);
+  }
+
   #setWidth() {
     if (!this.run) return;
     const names = byId("grid").querySelector("tbody th")?.offsetWidth ?? 80;
-    const width = Math.floor((byId("scrolls").clientWidth - names - 4) / this.lastStep);
+    const beside = [...byId("beside-grid").querySelectorAll("thead tr:first-child td")];
+    const width = Math.floor((byId("scrolls").clientWidth - names - 4) / Math.max(this.lastStep, beside.length));
     const cell = Math.max(NARROW, Math.min(WIDE, width));
-    byId("grid").style.setProperty("--cell", `${cell}px`);
+    for (const id of ["grid", "beside-grid"]) byId(id).style.setProperty("--cell", `${cell}px`);
     const every = cell >= WRITTEN ? 1 : cell >= 12 ? 2 : 5;
-    this.#columns.forEach(({ head }, place) => (head.textContent = (place + 1) % every && place ? "" : String(place + 1)));
-    for (const cellOf of this.#cells.values()) {
+    const number = (head, place) => (head.textContent = (place + 1) % every && place ? "" : String(place + 1));
+    this.#columns.forEach(({ head }, place) => number(head, place));
+    beside.forEach(number);
+    for (const cellOf of [...this.#cells.values(), ...byId("beside-grid").querySelectorAll(".cell")]) {
       const bar = cellOf.firstElementChild;
       if (bar) bar.textContent = cell >= WRITTEN ? (bar.dataset.text ?? "") : "";
     }
@@ -219,6 +241,7 @@ class Picture {
       const isNow = at === step;
       const { head, column } = this.#columns[at - 1] ?? {};
       for (const cell of [head, column, ...this.run.requests.map((_, place) => this.#cells.get(`${place},${at}`))]) cell?.classList.toggle("now", isNow);
+      for (const cell of byId("beside-grid").querySelectorAll(`[data-at$=",${at}"]`)) cell.classList.toggle("now", isNow);
     }
     this.#shown = [row, step];
     byId("now").textContent = `${step} of ${this.lastStep}`;
@@ -295,8 +318,8 @@ class Picture {
 
   #drawFacts() {
     const items = Object.entries(this.numbers()).map(([name, value]) => {
-      const kept = this.kept && String(this.kept[name]) !== String(value) ? [make("small", {}, ` was ${this.kept[name]}`)] : [];
-      return make("div", {}, make("dt", {}, name), make("dd", {}, String(value), ...kept));
+      const other = (numbers, words) => (numbers && String(numbers[name]) !== String(value) ? [make("small", {}, ` ${words} ${numbers[name]}`)] : []);
+      return make("div", {}, make("dt", {}, name), make("dd", {}, String(value), ...other(this.reference, "the project's own"), ...other(this.kept, "was")));
     });
     byId("facts").replaceChildren(...items);
   }
