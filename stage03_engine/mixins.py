@@ -85,7 +85,9 @@ def struct_of(base: type[msgspec.Struct], parts: Sequence[type]) -> Any:
         name: value
         for part in parts
         for name, value in vars(part).items()
-        if not name.startswith("__") and name != "check" and _is_method(value)
+        if not name.startswith("__")
+        and name != "check"
+        and (callable(value) or isinstance(value, (property, classmethod)))
     }
     hooks = {field: seams for part in (base, *parts) for field, seams in getattr(part, "HOOKS", {}).items()}
     namespace = {**methods, "HOOKS": hooks, "CHECKS": checks, "__doc__": base.__doc__}
@@ -98,7 +100,3 @@ def struct_of(base: type[msgspec.Struct], parts: Sequence[type]) -> Any:
 
 def _default(value: Any) -> Any:
     return msgspec.field(default_factory=type(value)) if isinstance(value, (list, dict, set)) else value
-
-
-def _is_method(value: Any) -> bool:
-    return callable(value) or isinstance(value, (property, classmethod, staticmethod))

@@ -309,7 +309,7 @@ def _read(stage: str, index: tuple[str | Feature, ...]) -> tuple[tuple[Feature, 
     """(features that are there, for this stage and those below, in the order in which they come into effect; those that are not -> why)"""
     below = STAGES[: STAGES.index(stage) + 1]
     found, absent = dict[str, Feature](), dict[str, str]()
-    for room in (*index, *_plugins()):
+    for room in (*index, *map(_loaded_plugin, installed(ENTRY_POINT))):
         if isinstance(room, str) and not room.startswith(below):
             continue
         if isinstance(room, str) and not is_there(room + ".manifest"):
@@ -325,11 +325,6 @@ def _read(stage: str, index: tuple[str | Feature, ...]) -> tuple[tuple[Feature, 
             del found[name]
             absent[name] = f"it needs {need}, which is not installed"
     return _in_order(found), absent
-
-
-def _plugins() -> list[Feature]:
-    """The features of installed packages, by name. Raises ConfigError for one that is no Feature."""
-    return [_loaded_plugin(entry) for entry in installed(ENTRY_POINT)]
 
 
 def installed(group: str, *variables: str) -> list[EntryPoint]:

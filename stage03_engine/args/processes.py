@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from stage03_engine.args.command import WAITING, signals_are_ours
@@ -72,12 +72,21 @@ def start_process(
         return subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, env=environment, pass_fds=inherited)
 
 
+@contextlib.contextmanager
+def killed_after(process: subprocess.Popen[bytes], seconds: float) -> Iterator[None]:
+    """While the `with` block waits for the process. One that is silent for so long, because a signal has stopped it, is killed: its pipes close."""
+    timer = threading.Timer(seconds, process.kill)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def end_process(process: subprocess.Popen[bytes], seconds: float) -> None:
     """Wait until the process has ended, and kill it if that takes longer than `seconds`."""
-    try:
-        process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        process.kill()
+    with killed_after(process, seconds):
         process.wait()
 
 

@@ -92,10 +92,7 @@ class EngineProcess:
     def on_exit(self, callback: Callable[[int], None]) -> None:
         """Call `callback(exit code)` from a thread as soon as the process has ended (vLLM: engine monitor thread)."""
 
-        def wait() -> None:
-            callback(self._process.wait())
-
-        threading.Thread(target=wait, name="engine-monitor", daemon=True).start()
+        threading.Thread(target=lambda: callback(self._process.wait()), name="engine-monitor", daemon=True).start()
 
     def shutdown(self) -> None:
         """End the process, reap it, and remove the sockets. May be called twice."""

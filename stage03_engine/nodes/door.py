@@ -2,16 +2,19 @@
 
 Two things bound it. No frame may be longer than PIECE, so a peer that announces eight gigabytes is cut off at once: what the machines
 send each other travels in pieces. And only so many connections may be open: above that the system drops whatever comes to the listening
-socket, until some of them have ended, which those that do not finish their handshake do soon. (Linux only. vLLM bounds neither.)
+socket, until some of them have ended. Those that have not shown the secret by then do not wait for the end of their handshake's time: they
+make room at once, so that a machine can join while strangers flood the port. (Linux only. vLLM bounds neither.)
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import socket
 import struct
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +28,12 @@ MAX_FRAME = PIECE + 1024
 """The same with what CURVE adds to it, and room for the commands of a handshake."""
 MOST_CONNECTIONS = 256
 """Open ones of a listener, with the secret or without it yet. A service has at most 64 engines or as many workers."""
+PATIENCE_SECONDS = 0.25
+"""For a connection that says nothing, once there are so many: a machine with the secret shows it in three trips over the network."""
+TURN_MS = 50
+_SHOWN = 100
+"""Bytes of ours that have reached the peer: the greeting has 64, and CurveZMQ's answer to one who knows the secret 170."""
+_BYTES_ACKED = 120  # where struct tcp_info has it
 FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _CONNECTIONS = zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 _EVENTS = FAILED | _CONNECTIONS | zmq.EVENT_MONITOR_STOPPED
@@ -80,7 +89,8 @@ class Door:
         address = f"inproc://failures-{id(self):x}"
         self.failures.bind(address)
         self._failures.connect(address)
-        self._listening, self._open = -1, set[int]()
+        self._listening, self._open = -1, dict[int, float]()
+        """The listening socket, and since when each connection has been open."""
         self.is_closed = False
         """Are newcomers dropped now?"""
         self._thread = threading.Thread(target=self._run, name="door", daemon=True)
@@ -88,9 +98,12 @@ class Door:
 
     def _run(self) -> None:
         with contextlib.suppress(zmq.ContextTerminated, zmq.ZMQError):  # the context is destroyed
-            while (happened := parse_monitor_message(self._events.recv_multipart()))[
-                "event"
-            ] != zmq.EVENT_MONITOR_STOPPED:
+            while True:
+                while self.is_closed and not self._events.poll(TURN_MS):
+                    self._make_room()
+                happened = parse_monitor_message(self._events.recv_multipart())
+                if happened["event"] == zmq.EVENT_MONITOR_STOPPED:
+                    break
                 self._heard(happened["event"], happened["value"])
         self._events.close(linger=0)
         self._failures.close(linger=0)
@@ -103,15 +116,22 @@ class Door:
         elif event == zmq.EVENT_LISTENING:
             self._listening = value
         elif event == zmq.EVENT_ACCEPTED:
-            self._open.add(value)
+            self._open[value] = time.monotonic()
         elif value == self._listening:
             self._listening = -1
         else:
-            self._open.discard(value)
+            self._open.pop(value, None)
         is_full = len(self._open) >= self._most
         if is_full != self.is_closed and self._listening >= 0:
             self.is_closed = is_full
             _filter(self._listening, drop=is_full)
+
+    def _make_room(self) -> None:
+        """Whoever has been here for a while, and has not shown the secret, goes."""
+        for connection, since in self._open.items():
+            if time.monotonic() - since > PATIENCE_SECONDS:
+                self._open[connection] = math.inf  # once is enough
+                _cut_stranger(connection, self._listening)
 
     def close(self) -> None:
         """The listener's monitor has been disabled. May be called twice."""
@@ -123,5 +143,19 @@ def _filter(listening: int, drop: bool) -> None:
     """From now on the system drops what comes to this listening socket, or no longer does. Connections that exist notice nothing."""
     instructions = ctypes.create_string_buffer(_DROP, len(_DROP))
     program = struct.pack("HP", 1, ctypes.addressof(instructions))  # struct sock_fprog
-    with contextlib.suppress(OSError), socket.fromfd(listening, socket.AF_INET, socket.SOCK_STREAM) as sock:
+    with contextlib.suppress(OSError), _copied(listening) as sock:
         sock.setsockopt(socket.SOL_SOCKET, _ATTACH if drop else _DETACH, program if drop else 0)
+
+
+def _cut_stranger(connection: int, listening: int) -> None:
+    """End a connection whose peer has not shown the secret. ZMQ may have closed it just now, and the number be that of another file."""
+    with contextlib.suppress(OSError), _copied(connection) as sock, _copied(listening) as listener:
+        if sock.getsockname()[1] != listener.getsockname()[1]:
+            return
+        [received] = struct.unpack_from("Q", sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256), _BYTES_ACKED)
+        if received < _SHOWN:
+            sock.shutdown(socket.SHUT_RDWR)
+
+
+def _copied(descriptor: int) -> socket.socket:
+    return socket.fromfd(descriptor, socket.AF_INET, socket.SOCK_STREAM)

@@ -38,9 +38,13 @@ HOW_TO = (
     "make one with `openssl rand -hex 32 > node-secret`, copy it to every machine, and name it with --node-secret-file or put it into "
     f"the variable {VARIABLE}; --no-node-secret-required does without"
 )
+CONNECT_MS = 1000
+"""For one attempt to connect: the system itself would try again more and more seldom."""
 HEARTBEAT_MS = 1000
 SILENCE_MS = 5000
 """A connection that has been silent for so long is closed: the other machine, or the network, is gone."""
+CUTS = 3
+"""A handshake that ends without a word may have met a head that is busy, or full of strangers: so often it is tried."""
 WARN_SECONDS = 10.0
 """From one warning of nodes without the secret to the next: repeated attempts must not fill the log."""
 _KEY_BYTES = 32
@@ -117,6 +121,7 @@ def _prepare(socket: zmq.Socket, address: str) -> None:
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
     socket.setsockopt(zmq.HANDSHAKE_IVL, SILENCE_MS)
+    socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS)
     socket.setsockopt(zmq.IPV6, "[" in address)
 
 
@@ -208,7 +213,7 @@ class Connection:
             self.socket.curve_publickey, self.socket.curve_secretkey = secret.connects.public, secret.connects.secret
         events = FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         self.monitor = self.socket.get_monitor_socket(events)
-        self.is_there = False
+        self.is_there, self._cuts = False, 0
         try:
             self.socket.connect(address)
         except zmq.ZMQError as error:
@@ -226,6 +231,8 @@ class Connection:
             event = parse_monitor_message(self.monitor.recv_multipart())["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.is_there = True
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and self._cuts + 1 < CUTS:
+                self._cuts += 1
             elif event & FAILED:
                 raise Refused
             elif self.is_there:

@@ -104,3 +104,20 @@ def test_a_fork_server_that_is_gone_is_one_line() -> None:
             server.start("pipe:0:/nowhere", 0, "Worker_TP0", ())
     finally:
         server.close()
+
+
+def test_a_fork_server_that_was_stopped_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither who ends the workers, whose ends it does not report, nor who starts one."""
+    llm = LLM("gpt2-tiny", tensor_parallel_size=2, **SMALL)
+    [server] = [each for each in servers_of(psutil.Process()) if each.children()]
+    server.suspend()
+    llm.shutdown()
+    assert not server.is_running()
+    monkeypatch.setattr("stage03_engine.core.features.distributed.fork_server.START_SECONDS", 0.5)
+    idle = ForkServer(os.environ)
+    try:
+        psutil.Process(idle._process.pid).suspend()
+        with pytest.raises(StagesError, match="has ended, or says nothing"):
+            idle.start("pipe:0:/nowhere", 0, "Worker_TP0", ())
+    finally:
+        idle.close()

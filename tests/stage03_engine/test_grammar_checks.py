@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 from hypothesis import given, strategies as st
 
 from stage03_engine.core.features.structured_output.backend_guidance import Guidance
-from stage03_engine.core.features.structured_output.grammar_checker import check
+from stage03_engine.core.features.structured_output.grammar_checker import GrammarChecker, LostError, check
 from stage03_engine.core.features.structured_output.lark import to_lark
+from stage03_engine.core.features.structured_output.manifest import StructuredOutputsConfig
 from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.grammar.vocabulary import Vocabulary
 from stage03_engine.llm import LLM
@@ -230,3 +233,19 @@ def test_it_travels_as_msgpack_and_keeps_the_order_of_properties() -> None:
 def test_impossible_limits_are_refused(setting: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(setting)).replace("_", ".")):
         LLM("gpt2-tiny", **setting)
+
+
+def test_a_checker_that_was_stopped_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with a grammar for which a pipe has no room: writing it would wait for ever."""
+    monkeypatch.setattr("stage03_engine.core.features.structured_output.grammar_checker.ANSWER_TIMEOUT", 1.0)
+    checker = GrammarChecker(StructuredOutputsConfig())
+    try:
+        checker.check("choice", '["a"]', 60.0)
+        assert checker._process is not None
+        stopped = psutil.Process(checker._process.pid)
+        stopped.suspend()
+        with contextlib.suppress(LostError):  # on a busy machine the next ones, too, may be silent for so long
+            checker.check("choice", json.dumps(["\u00e9" * 20_000]), 1.0)
+        assert not stopped.is_running()
+    finally:
+        checker.shutdown()

@@ -19,6 +19,7 @@ from stage03_engine.core.features.distributed.machines.links import RouterToExec
 from stage03_engine.errors import ConfigError, StagesError
 from stage03_engine.nodes.manifest import NodeConfig
 from stage03_engine.nodes.secure_sockets import (
+    CUTS,
     VARIABLE,
     Connection,
     KeyPair,
@@ -59,8 +60,10 @@ def ends() -> Iterator[Ends]:
 
 def outcome(connection: Connection) -> None:
     """Wait until something becomes of it."""
-    assert connection.monitor.poll(int(PATIENCE * 1000))
-    connection.news()
+    before = connection.is_there
+    while connection.is_there is before:
+        assert connection.monitor.poll(int(PATIENCE * 1000))
+        connection.news()
 
 
 def test_who_has_the_secret_is_heard_and_hears(ends: Ends) -> None:
@@ -106,6 +109,27 @@ def test_a_message_after_the_refusal_waits_for_nothing() -> None:
                 outcome(connection)
             wait_until(lambda: not connection.socket.poll(0, zmq.POLLOUT), "it can be sent still")
             connection.send(b"hello")
+
+
+@pytest.mark.parametrize("cuts", [CUTS - 1, CUTS])
+def test_a_handshake_that_is_cut_is_tried_again(ends: Ends, cuts: int) -> None:
+    """The head may be busy, or make room for others; where it always ends so, the secrets differ."""
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        place = busy.getsockname()
+        connection = ends.connect(OURS, f"tcp://127.0.0.1:{place[1]}")
+        for _ in range(cuts):
+            busy.accept()[0].close()
+        if cuts == CUTS:
+            with pytest.raises(Refused):
+                outcome(connection)
+            return
+        near = busy.accept()[0]
+        far = socket.create_connection(("127.0.0.1", int(ends.listener.address.rpartition(":")[2])))
+        for source, target in ((near, far), (far, near)):
+            threading.Thread(target=pump, args=(source, target, []), daemon=True).start()
+        outcome(connection)
+        for sock in (near, far):
+            sock.close()
 
 
 def test_without_its_gatekeeper_a_listener_admits_nobody(ends: Ends) -> None:

@@ -23,6 +23,7 @@ import httpx
 import psutil
 import pytest
 import zmq
+from flood import flooded
 from hypothesis import given, settings, strategies as st
 from patience import PATIENCE, wait_until
 from server_under_test import ServerProcess
@@ -31,7 +32,7 @@ from stage03_engine.core.features.distributed.external_launcher import _warn_of_
 from stage03_engine.core.features.distributed.parallel_state import _store
 from stage03_engine.core.features.distributed.ranks import Ranks
 from stage03_engine.nodes import secure_sockets
-from stage03_engine.nodes.door import PIECE, Door
+from stage03_engine.nodes.door import MOST_CONNECTIONS, PIECE, Door
 from stage03_engine.nodes.secure_sockets import Connection, Listener, NodeSecret
 
 ROOT = Path(__file__).parents[2]
@@ -140,6 +141,37 @@ def test_too_many_connections_close_the_door_until_some_have_ended(monkeypatch: 
             each.close()
 
 
+@LINUX
+@pytest.mark.parametrize("secret", [OURS, None], ids=["with a secret", "without"])
+def test_who_has_the_secret_gets_in_among_those_who_say_nothing(
+    monkeypatch: pytest.MonkeyPatch, secret: NodeSecret | None
+) -> None:
+    """As many as there is room for hold their places, and come again as soon as they lose them."""
+    monkeypatch.setattr(secure_sockets, "Door", partial(Door, most=8))
+    monkeypatch.setattr(secure_sockets, "SILENCE_MS", 600_000)
+    with zmq.Context() as context, zmq.Context() as there, ExitStack() as stack:
+        listener = stack.enter_context(closing(Listener(context, zmq.ROUTER, "tcp://127.0.0.1:0", secret)))
+        inside = [Connection(there, zmq.DEALER, listener.address, secret, b"%d" % number) for number in range(2)]
+        for connection in inside:
+            stack.callback(connection.close)
+            connection.send(b"hello")
+            listener.socket.recv_multipart()
+        silent = HALF_GREETINGS[:3] if secret else HALF_GREETINGS[:2]  # of those without one a greeting is enough
+        strangers = stack.enter_context(flooded(place_of(listener), silent, many=40))
+        wait_until(lambda: listener._door.is_closed, "the door stays open")
+        late = Connection(there, zmq.DEALER, listener.address, secret, b"late")
+        stack.callback(late.close)
+        late.send(b"hello")
+        assert listener.socket.poll(int(PATIENCE * 1000)), "it does not get in"
+        assert listener.socket.recv_multipart() == [b"late", b"hello"]
+        seen = strangers.inside
+        wait_until(lambda: strangers.inside > seen + 40, "nobody makes room any longer")
+        for connection in (*inside, late):
+            connection.news()  # none of them was cut
+            connection.send(b"still here")
+            assert listener.socket.recv_multipart()[1] == b"still here"
+
+
 def test_where_workers_meet_is_the_given_address_alone() -> None:
     """torch's own store would listen on all addresses."""
     limit, port = {"timeout": timedelta(seconds=PATIENCE)}, free_port()
@@ -214,6 +246,7 @@ FORMS: dict[str, tuple[str, str, set[tuple[str, str, str]]]] = {
 }  # fmt: skip
 """Flags of the server, those of a second machine, and which ports there are then: whose, which, and can anybody connect?"""
 LONG = {"dp", "asc", "dp and asc", "pp"}
+SMALL = ["--kv-cache-memory-bytes=50000000", "--num-threads=1"]
 MANY = 2000
 HALF_GREETINGS = [
     b"",
@@ -237,19 +270,45 @@ HALF_REQUESTS = [
 
 @contextmanager
 def service(form: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[ServerProcess], int]]:
-    """The servers of one form, the one with the API first, and the port that their flags name."""
+    """The servers of one form, the one with the API first, and the port that their flags name. A second machine joins while strangers flood
+    the port at which it is expected."""
     monkeypatch.setenv("STAGES_NODE_SECRET", SECRET.decode())
-    port = free_port()
-    common = ["gpt2-tiny", "--kv-cache-memory-bytes=50000000", "--num-threads=1"]
+    port, common = free_port(), ["gpt2-tiny", *SMALL]
     flags, other = (some.format(port=port).split() for some in FORMS[form][:2])
     with ExitStack() as stack:
         servers = [ServerProcess(*common, "--host=127.0.0.1", "--port=0", *flags)]
         stack.callback(servers[0].close)
         if other:
-            servers.append(ServerProcess(*common, *other))
-            stack.callback(servers[1].close)
+            host, number = servers[0].wait_for(r"Listening on (?:tcp://)?([\d.]+):(\d+) for").groups()
+            with flooded((host, int(number)), HALF_GREETINGS, MANY) as strangers:
+                wait_until(lambda: strangers.inside > MOST_CONNECTIONS, "nobody comes")
+                servers.append(ServerProcess(*common, *other))
+                stack.callback(lambda: servers[1].close())
+                servers[1].wait_for("Joined the head")
         servers[0].wait_until_ready()
         yield servers, port
+
+
+@LINUX
+@pytest.mark.long
+def test_a_machine_comes_and_goes_in_a_flood(monkeypatch: pytest.MonkeyPatch, many_files: None) -> None:
+    """It gets in each time, requests are answered with it and without it, and the head grows no more than at first."""
+    with service("dp over machines", monkeypatch) as (servers, port):
+        head, node = servers
+        expected, process = answer(head.url), psutil.Process(head.process.pid)
+        before = process.memory_info().rss
+        with flooded(("127.0.0.1", port), HALF_GREETINGS, many=5000, again=0.3) as strangers:
+            for _ in range(8):
+                node.close()
+                head.wait_for("is lost")
+                assert answer(head.url) == expected
+                node = ServerProcess("gpt2-tiny", *SMALL, *FORMS["dp over machines"][1].format(port=port).split())
+                servers[1:] = [node]
+                head.wait_for("has joined")
+                wait_until(lambda: not httpx.get(f"{head.url}/health").content, "its engine does not come back")
+                assert [answer(head.url) for _ in range(4)] == [expected] * 4
+                assert process.memory_info().rss < before + 64 * MB
+        print(f"{strangers.inside} strangers got in")
 
 
 def free_port() -> int:

@@ -11,15 +11,15 @@ import weakref
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from stage02_server.errors import RETRY_AFTER_SECONDS, APIError
 from stage02_server.features.audio.pieces import SAMPLE_RATE
 from stage03_engine.args.command import signals_are_ours
+from stage03_engine.args.processes import killed_after
 from stage03_engine.errors import InvalidRequestError
-from stage03_engine.plugins import find
 
 if TYPE_CHECKING:
     import numpy as np
@@ -41,8 +41,6 @@ class SoundDecoder:
     thread. They raise InvalidRequestError whatever the file does."""
 
     def __init__(self, max_seconds: int, cpu_seconds: float = CPU_SECONDS) -> None:
-        killed_after = find("server", "killed_after")
-        self._watched = partial(killed_after, seconds=SILENT_SECONDS) if killed_after else nullcontext
         limits = [str(max_seconds), str(cpu_seconds)]
         self._command = [sys.executable, "-m", "stage02_server.features.audio.process", *limits]
         self._process: subprocess.Popen[bytes] | None = None
@@ -55,7 +53,7 @@ class SoundDecoder:
         process = self._running()
         try:
             assert process.stdin is not None and process.stdout is not None
-            with self._watched(process):
+            with killed_after(process, SILENT_SECONDS):
                 process.stdin.write(len(data).to_bytes(8, "little"))
                 process.stdin.write(data)
                 process.stdin.flush()
@@ -73,7 +71,7 @@ class SoundDecoder:
         assert process is not None and process.stdin is not None and process.stdout is not None
         rest = memoryview(b"") if samples is None else samples.data.cast("B")
         try:
-            with self._watched(process):
+            with killed_after(process, SILENT_SECONDS):
                 process.stdin.write(b"\1" if rest else b"\0")
                 process.stdin.flush()
                 while rest and (taken := process.stdout.readinto(rest)):  # type: ignore[attr-defined]

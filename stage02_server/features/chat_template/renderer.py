@@ -8,12 +8,12 @@ import subprocess
 import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
-from functools import partial
+from contextlib import suppress
 from typing import Any
 
 from stage02_server.features.chat_template.framing import read_message, write_message
 from stage03_engine.args.command import signals_are_ours
+from stage03_engine.args.processes import killed_after
 from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.plugins import find
 from stagetrace import trace
@@ -41,8 +41,7 @@ class TemplateRenderer:
         self._source, self._process = source, None
         pool = find("server", "turns") or ThreadPoolExecutor  # without turns by key: first come, first served
         self._thread = pool(1, "template")
-        killed_after = find("server", "killed_after")
-        self._watched = partial(killed_after, seconds=silent_seconds) if killed_after else nullcontext
+        self._silent_seconds = silent_seconds
         self.content_format = "string"
 
     def start(self) -> None:
@@ -85,7 +84,7 @@ class TemplateRenderer:
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
         try:
-            with self._watched(process):
+            with killed_after(process, self._silent_seconds):
                 write_message(process.stdin, message)
                 problem, text = read_message(process.stdout)
         except (EOFError, OSError):  # of a pipe whose other end is gone

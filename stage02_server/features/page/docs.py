@@ -30,6 +30,7 @@ ASSETS = {
     "redoc.standalone.js": "text/javascript",
     "swagger-ui.css": "text/css",
 }
+SILENT_SECONDS = 120.0  # after which the process has been stopped, or gets no turn
 POLICY = (
     "default-src 'none'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
     "connect-src 'self'; worker-src blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -54,7 +55,7 @@ def _openapi(root_path: str) -> bytes:
     share the interpreter with the event loop, and hold it for tens of milliseconds at a time."""
     command = [sys.executable, "-m", OPENAPI, root_path]
     with signals_are_ours():
-        made = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True)
+        made = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SILENT_SECONDS)
     if made.returncode:
         raise RuntimeError(f"the description was not made: {made.stderr.decode(errors='replace')[-2000:]}")
     return made.stdout

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import selectors
 import signal
 import socket
@@ -33,6 +34,7 @@ PIPE = "pipe:"  # as in worker_process.py
 NUMBER = struct.Struct("<i")
 MOST_BYTES, MOST_DESCRIPTORS = 65536, 8
 END_SECONDS = 1.0
+START_SECONDS = 600.0  # for the fork server to import torch
 
 
 def is_asked_for(environ: Mapping[str, str] = os.environ) -> bool:
@@ -77,8 +79,8 @@ class ForkedWorker:
     def __init__(self, stdin: int, status: int) -> None:
         self.stdin = os.fdopen(stdin, "wb", 0)
         self._status = status
-        if (pid := self._number()) is None:
-            raise StagesError("the fork server of the workers has ended")
+        if not select.select([status], [], [], START_SECONDS)[0] or (pid := self._number()) is None:
+            raise StagesError("the fork server of the workers has ended, or says nothing")
         self.pid, self._code = pid, -signal.SIGKILL
         self._ended = threading.Event()
         threading.Thread(target=self._watch, name=f"watch-{pid}", daemon=True).start()

@@ -63,9 +63,11 @@ class SpawnedWorkers:
         self._reap(1.0)
         for process in self._processes:
             process.kill()
-            process.wait()
-        if self._fork_server is not None:
+        self._reap(1.0)
+        if self._fork_server is not None:  # one that was stopped reports no end until it is killed
             self._fork_server.close()
+        for process in self._processes:
+            process.wait()
 
     def _reap(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds

@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import select
 import signal
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from stage03_engine.args.command import signals_are_ours
-from stage03_engine.args.processes import wake_as_orphan
+from stage03_engine.args.processes import killed_after, wake_as_orphan
 from stage03_engine.core.features.structured_output.backend_guidance import Guidance, Matcher
 from stage03_engine.core.features.structured_output.lark import to_lark
 from stage03_engine.grammar.vocabulary import Vocabulary
@@ -85,14 +84,13 @@ class GrammarChecker:
         """The answer; None if the process has ended."""
         assert process.stdin is not None and process.stdout is not None
         try:
-            process.stdin.write(json.dumps([seconds, kind, text]).encode() + b"\n")
-            process.stdin.flush()
-            if select.select([process.stdout], [], [], seconds + ANSWER_TIMEOUT)[0]:
+            with killed_after(process, seconds + ANSWER_TIMEOUT):
+                process.stdin.write(json.dumps([seconds, kind, text]).encode() + b"\n")
+                process.stdin.flush()
                 line = process.stdout.readline()
-                return json.loads(line) if line.endswith(b"\n") else None
         except OSError:
-            pass
-        return None
+            return None
+        return json.loads(line) if line.endswith(b"\n") else None
 
     @staticmethod
     def _end(process: subprocess.Popen[bytes]) -> None:
