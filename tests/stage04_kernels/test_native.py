@@ -62,7 +62,9 @@ def test_a_linear_layer_computes_what_torch_does(
 
 FORMATS = st.sampled_from([torch.float32, torch.bfloat16])
 # Tiles hold 128 rows and spans 64 positions: lengths around both.
-batches = st.lists(st.tuples(st.sampled_from([1, 2, 3, 5, 63, 65, 127, 129, 130]), st.integers(0, 200)), min_size=1, max_size=5)
+batches = st.lists(
+    st.tuples(st.sampled_from([1, 2, 3, 5, 63, 65, 127, 129, 130]), st.integers(0, 200)), min_size=1, max_size=5
+)
 
 
 @settings(max_examples=60, deadline=None)
