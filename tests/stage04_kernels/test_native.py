@@ -271,3 +271,28 @@ def test_packed_weights_lie_where_vectors_want_them() -> None:
         tensor.fill_(index)
         assert tensor.data_ptr() % 64 == 0
     assert [int(tensor.float().mean()) for tensor in tensors] == [0, 1, 2, 3, 4]
+
+
+LEVELS = {
+    "x86-64-v2": "sse4_2",
+    "x86-64-v3": "avx2",
+    "x86-64-v4": "avx512vl",
+}  # of instructions, and what a processor must know
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_processor_with_fewer_instructions_computes_right_too(level: str, tmp_path: Path) -> None:
+    """All tests of this file, with a compiler that is told to use no others."""
+    known = Path("/proc/cpuinfo").read_text().split() if Path("/proc/cpuinfo").exists() else []
+    if LEVELS[level] not in known:
+        pytest.skip(f"this processor has no {LEVELS[level]}")
+    wrapper = tmp_path / "c++"
+    command = library.compiler()
+    wrapper.write_text(f'#!/bin/bash\nexec {command} "${{@/-march=native/-march={level}}}"\n')
+    wrapper.chmod(0o755)
+    env = os.environ | {"CXX": str(wrapper), "XDG_CACHE_HOME": str(tmp_path)}
+    tests = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "not long", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(tests, env=env, capture_output=True, text=True, timeout=10 * PATIENCE, check=False)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert list(tmp_path.glob("**/native/*.so")), "another compiler made the library"
