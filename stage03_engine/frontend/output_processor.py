@@ -265,7 +265,7 @@ class OutputProcessor:
 
     def abort_requests(self, request_ids: list[str]) -> list[str]:
         """Forget requests, by their callers' ids or the engine core's; returns the engine core's ids of those that ran."""
-        running = [part for each in request_ids for part in list(self.external_req_ids.get(each, [each]))]
+        running = [part for each in request_ids for part in self.external_req_ids.get(each, [each])]
         return [request_id for request_id in running if self._forget(request_id)]
 
     def _forget(self, request_id: str) -> bool:

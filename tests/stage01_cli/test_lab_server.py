@@ -19,6 +19,7 @@ import pytest
 from patience import PATIENCE, wait_until
 
 from stage01_cli.main import main
+from stage01_cli.tools.lab import worker
 from stage01_cli.tools.lab.app import KEY_HEADER, MAX_BODY_BYTES, is_own_name, make_app
 from stage01_cli.tools.lab.command import link_and_key, listen
 from stage01_cli.tools.lab.simulate import MAX_PRINTED, simulate
@@ -338,6 +339,15 @@ def test_code_that_changes_the_reference_changes_only_its_own_process() -> None:
         assert (await post()).json() == json.loads(json.dumps(simulate(SCENARIO)))
 
     post_all(KEY, first)
+
+
+def test_where_code_cannot_be_shut_in_there_is_no_editor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a key, nor a process that would run it: here the sandbox's room is missing."""
+    monkeypatch.setattr("stage01_cli.tools.lab.worker.SANDBOX", "stage01_cli.tools.course.no_sandbox")
+    with listen("127.0.0.1", 0) as listener:
+        assert link_and_key("127.0.0.1", listener, None)[1] is None
+    with pytest.raises(ImportError):
+        worker._shut_in()
 
 
 def test_code_is_taken_with_the_key_only() -> None:

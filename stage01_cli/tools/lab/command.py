@@ -9,6 +9,7 @@ import secrets
 import socket
 from pathlib import Path
 
+from stage01_cli.tools.lab.worker import sandbox_problem
 from stage03_engine.args.command import CLISubcommand
 from stage03_engine.args.parser import FlexibleArgumentParser
 from stage03_engine.errors import ConfigError
@@ -82,10 +83,10 @@ async def _serve(host: str, port: int, scheduler_cls: str | None) -> int:
 
 
 def link_and_key(host: str, listener: socket.socket, scheduler_cls: str | None) -> tuple[str, str | None]:
-    """The page's address, and the key that stands in it. Without a key the page has no editor: where other machines can ask, and where a file is the editor."""
+    """The page's address, and the key that stands in it. Without a key the page has no editor: where other machines can ask, where code cannot be shut in, and where a file is the editor."""
     address, port = listener.getsockname()[:2]
     link = f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
-    if scheduler_cls is not None or not ipaddress.ip_address(address).is_loopback:
+    if scheduler_cls is not None or not ipaddress.ip_address(address).is_loopback or sandbox_problem() is not None:
         return link, None
     key = secrets.token_urlsafe()
     return f"{link}?key={key}", key

@@ -3,7 +3,7 @@
 A scheduler of the learner's own may loop, print or end its process. So it runs here and never in the server: what it prints is kept
 apart from the answers, and a simulation may use so many seconds of CPU time and no more. It is told so by an exception, which names
 its line; if it catches that and goes on, or waits for something, its process ends. A class that was written into the page is shut in besides, as the
-grader does it with strangers, where the kernel can: it writes no file, starts no process and reaches no network.
+grader does it with strangers, or is not run: it writes no file, starts no process and reaches no network.
 """
 
 from __future__ import annotations
@@ -53,12 +53,16 @@ def main(limit: float, path: str | None, is_shut_in: bool = False) -> int:
 
 
 def _shut_in() -> None:
-    """The grader's sandbox, if it is there and this kernel has what it needs. The folder is one in which nothing can be written."""
+    """The grader's sandbox. The folder is one in which nothing can be written. Raises ImportError or OSError where there is no sandbox: then nothing runs."""
+    import_module(SANDBOX).shut_in(Path(os.devnull), WHOLE_LIFE_CPU_SECONDS, MAX_MEMORY_BYTES // 4)
+
+
+def sandbox_problem() -> str | None:
+    """Why no code can be shut in here, or None."""
     if not is_there(SANDBOX):
-        return
-    sandbox = import_module(SANDBOX)
-    if sandbox.problem() is None:
-        sandbox.shut_in(Path(os.devnull), WHOLE_LIFE_CPU_SECONDS, MAX_MEMORY_BYTES // 4)
+        return f"{SANDBOX} is not installed"
+    problem: str | None = import_module(SANDBOX).problem()
+    return problem
 
 
 def _simulate(scenario: Any, own: OwnScheduler | None, limit: float) -> dict[str, Any]:

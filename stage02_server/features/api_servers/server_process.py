@@ -25,10 +25,8 @@ class ApiServerProcess:
     def __init__(self, start: Start) -> None:
         self.name, self.start = start.name, start
         self.failed: str | None = None  # what it reported before it ended
-        self.unanswered, self.is_ready = (
-            0,
-            False,
-        )  # questions since its last answer, which are what says that it is ready
+        self.unanswered = 0  # questions since its last answer
+        self.is_ready = False  # it has answered
         self._link, theirs = socket.socketpair()
         command = [sys.executable, "-m", "stage02_server.features.api_servers", str(start.index)]
         environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": start.folder}
