@@ -1,4 +1,5 @@
-"""Nobody waits for ever for a process of ours that a signal has stopped: each wait has a bound, or stands here with the reason why it needs none."""
+"""Nobody waits for ever for a process of ours that a signal has stopped: each wait has a bound, or stands here with the reason why it needs none.
+And nobody waits in a state of the thread that other tasks would meet."""
 
 from __future__ import annotations
 
@@ -170,3 +171,43 @@ def test_the_search_finds_what_it_is_for() -> None:
         "process.poll()",
     ):
         assert not list(waits(ast.parse(code.format(bounded))))
+
+
+SHARED_WHILE_AWAITED = {
+    "contextlib.suppress", "suppress", "stop.installed", "sock", "listener", "socket.socket", "contextlib.ExitStack", "tqdm", "bar",
+    "logging_redirect_tqdm", "self._decoders.upload", "self._counted", "_metrics_server",
+}  # fmt: skip
+"""Context managers inside which something is awaited. None of them sets what belongs to the thread or the process (signal mask, inference mode, folder, a
+stream; a batch, whose log lines one redirects, is alone in its process): other tasks run meanwhile and would meet it, and of two that are inside at once the last to leave would put back what the first had set."""
+
+
+def held_while_awaited(tree: ast.AST) -> Iterator[str]:
+    """Names of the context managers of each `with` in which something is awaited."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.With) and any(awaits(each) for each in node.body):
+            for each in node.items:
+                yield ast.unparse(
+                    each.context_expr.func if isinstance(each.context_expr, ast.Call) else each.context_expr
+                )
+
+
+def awaits(node: ast.AST) -> bool:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        return False
+    if isinstance(node, ast.Await | ast.AsyncFor | ast.AsyncWith) or (
+        isinstance(node, ast.comprehension) and node.is_async
+    ):
+        return True
+    return any(awaits(each) for each in ast.iter_child_nodes(node))
+
+
+def test_nothing_is_awaited_where_a_thread_is_in_another_state() -> None:
+    files = (file for folder in (*ROOT.glob("stage0*"), ROOT / "trace") for file in folder.rglob("*.py"))
+    assert {name for file in files for name in held_while_awaited(ast.parse(file.read_text()))} == SHARED_WHILE_AWAITED
+
+
+def test_that_search_finds_what_it_is_for() -> None:
+    code = "async def f():\n    with a.b(1), c:\n        if d:\n            {}\n"
+    for line in ("await e", "return [x async for x in y]", "async for x in y: pass", "async with x: pass"):
+        assert list(held_while_awaited(ast.parse(code.format(line)))) == ["a.b", "c"]
+    assert not list(held_while_awaited(ast.parse(code.format("g = lambda: 1"))))

@@ -53,6 +53,9 @@ def signals_are_ours() -> Iterator[None]:
     Ctrl-C in a terminal, and systemd when it stops a service, signal all processes of a server. Only the API process may act on
     the signal: running requests must finish first, and for that it needs the engine and its helpers. Each of these
     ends when its end of a pipe or a socket closes. (vLLM's engine ends on SIGTERM.)
+
+    What is blocked belongs to the thread, so nothing may be awaited inside the block: of two tasks that are in it at once, the
+    last to leave would put back what the first had blocked, for good.
     """
     stops = {signal.SIGINT, signal.SIGTERM}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, stops)  # a process inherits what is blocked

@@ -131,6 +131,33 @@ def test_ctrl_c_ends_it_and_its_process(server: tuple[str, subprocess.Popen[str]
     wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, "its process goes on")
 
 
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_after_two_first_questions_at_once(tmp_path: Path, stop: signal.Signals) -> None:
+    """Each starts a process. The page asks so: the reference and one's own."""
+    command = [
+        sys.executable,
+        "-m",
+        "stage01_cli",
+        "lab",
+        "--scheduler-cls",
+        mine(tmp_path, "return super().schedule()"),
+    ]
+
+    async def ask_both(url: str) -> None:
+        async with httpx.AsyncClient(timeout=PATIENCE) as client:
+            bodies = ({"scenario": SCENARIO, "own": own} for own in (False, True))
+            await asyncio.gather(*(client.post(url + "simulate", json=body) for body in bodies))
+
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            asyncio.run(ask_both(process.stdout.readline().split()[4]))
+            process.send_signal(stop)
+            process.wait(PATIENCE)
+        finally:
+            process.kill()
+
+
 def test_the_names_by_which_it_may_be_asked() -> None:
     for host in ("localhost", "localhost:8000", "127.0.0.1:1", "[::1]:80", "192.168.0.7:8000", "LOCALHOST", "mybox:80"):
         assert is_own_name(host, "mybox"), host

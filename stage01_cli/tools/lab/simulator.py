@@ -10,8 +10,6 @@ import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from contextlib import suppress
 
-from stage03_engine.args.command import signals_are_ours
-
 LIMIT_SECONDS = 5.0  # of CPU time
 PATIENCE_SECONDS = 60.0  # for the answer, on a busy machine: the process ends by itself before that
 MAX_ANSWER_BYTES = 64 << 20
@@ -53,11 +51,10 @@ class Simulator:
 
     async def _start(self) -> None:
         words = ["-m", "stage01_cli.tools.lab.worker", str(self._limit), *self._shut_in, *self._own]
-        with signals_are_ours():
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable, *words, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, limit=MAX_ANSWER_BYTES,
-                start_new_session=True,  # what a class starts ends with it
-            )  # fmt: skip
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable, *words, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, limit=MAX_ANSWER_BYTES,
+            start_new_session=True,  # what a class starts ends with it, and Ctrl-C reaches the server alone
+        )  # fmt: skip
 
     async def close(self) -> None:
         """End the process, whatever it is doing. May be called twice."""
