@@ -797,7 +797,8 @@ static const Coding CODINGS[] = {
 // Paged attention
 //
 // The cache of one layer's keys, and that of its values, is [num_blocks, block_size, kv_heads, dim], or codes as above; a request's blocks
-// are in its row of the block table. An item of work is a tile of query rows of one request that read the same key/value head. It
+// are in its row of the block table. An item of work is a tile of query rows of one request that read the same key/value head; where these are
+// few, as in decodes, those of several heads, so that memory is read in the order in which it lies. It
 // runs through the context in spans of SPAN positions: the keys of a span are copied side by side, then its values, and each row takes
 // what it sees of them. All are float32 then, unless the processor multiplies pairs of bfloat16: then the weights of values have 8 bits too. The softmax is the online one (Milakov and Gimelshein 2018; FlashAttention, Dao et al.
 // 2022): no score is kept longer than its span. Source of the tiles: FlashAttention-2, Dao 2023.
@@ -860,6 +861,42 @@ template <class T> struct Attention {
   }
   template <class P> P* scale_place(P* cache, int64_t block, long offset, long head) const {
     return cache + (block + 1) * (block_size * kv_heads * (dim + 4)) + ((offset - block_size) * kv_heads + head) * 4;
+  }
+};
+
+// Positions low to high of some key/value heads of one request.
+struct Region {
+  const int32_t* blocks;
+  long head, heads, low, high;
+};
+
+// Asks the memory for a region of a cache before it is read, some lines at a time. No processor guesses which block comes after one. Heads that lie
+// side by side are asked for in one stretch, and into the second cache: the first has no room for a span of all heads.
+template <class T> struct Caller {
+  const Attention<T>& a;
+  const T* cache;
+  Region region;
+  const char *next = nullptr, *end = nullptr;
+
+  void call(long lines) {
+    asm volatile("");  // GCC leaves out a function that does nothing else, as if it did nothing
+    for (; lines > 0; lines--, next += 64) {
+      if (next >= end && !more()) return;
+      __builtin_prefetch(next, 0, 2);
+    }
+  }
+
+  // To the next stretch.
+  bool more() {
+    if (region.low >= region.high) return false;
+    const long size = a.coding ? 1 : sizeof(T), offset = region.low % a.block_size;
+    const long count = region.heads < a.kv_heads ? 1 : std::min(a.block_size - offset, region.high - region.low);
+    const int64_t block = region.blocks[region.low / a.block_size];
+    next = a.coding ? (const char*)a.code_place((const int8_t*)cache, block, offset, region.head)
+                    : (const char*)a.place(cache, block, offset, region.head);
+    end = next + count * region.heads * a.dim * size;
+    region.low += count;
+    return true;
   }
 };
 
@@ -989,7 +1026,7 @@ template <class T> struct Reader {
       const long offset = p % a.block_size, count = std::min(a.block_size - offset, high - p);
       const int64_t block = blocks[p / a.block_size];
       const T* data = a.place(cache, block, offset, head);
-      ahead(p, count);
+      ahead(count);
       if (in_place)
         use(data, row, int(p - at), int(p - at + count));
       else if (a.coding)
@@ -1000,17 +1037,6 @@ template <class T> struct Reader {
       p += count;
     }
     if (!in_place) use((const Kept<T>*)span, wide, 0, int(high - at));
-  }
-
-  // Asks the memory for some positions of a head. A head's numbers lie far apart, and no processor guesses the way from one to the next.
-  void call_for(const T* cache, long of_head, long from, long to) {
-    const long num_bytes = a.coding ? a.dim : a.dim * sizeof(T);
-    for (long p = from; p < to; p++) {
-      const int64_t block = blocks[p / a.block_size];
-      const auto* data = a.coding ? a.code_place((const int8_t*)cache, block, p % a.block_size, of_head)
-                                  : (const int8_t*)a.place(cache, block, p % a.block_size, of_head);
-      for (long d = 0; d < num_bytes; d += 64) __builtin_prefetch(data + d);
-    }
   }
 
   void decode(const int8_t* cache, int64_t block, long offset, Kept<T>* to) {
@@ -1033,74 +1059,106 @@ template <class T> struct Reader {
   }
 };
 
-// Query rows `first` on, at most TILE: row r is token r / group of the request, and one of the `group` query heads that share
-// the key/value head. `work` is memory for work_size() numbers, once filled with zeros.
+struct Item {
+  long request, first, head, heads;  // query rows from `first` on, at most TILE for all heads together; key/value heads from `head` on
+};
+
+// What an item reads in the span that begins at `at`, or in its first one.
+template <class T> static Region region_of(const Attention<T>& a, const Item& item, long at) {
+  const long group = a.heads / a.kv_heads, num_tokens = a.starts[item.request + 1] - a.starts[item.request];
+  const long before = a.lengths[item.request] - num_tokens, last_row = std::min(item.first + TILE, num_tokens * group) - 1;
+  const long begin = a.window > 0 ? std::max(0L, before + item.first / group + 1 - a.window) : 0, end = before + last_row / group + 1;
+  const long low = std::max(at, begin);
+  return {a.table + item.request * a.table_row, item.head, item.heads, low, std::min(low / SPAN * SPAN + SPAN, end)};
+}
+
+// An item. Row r of a head is token r / group of the request, and one of the `group` query heads that share the key/value head. While one
+// span is read, the memory is asked for the next one, at last for the first span of the item that follows; `is_called`: that was done for this one.
+// `work` is memory for work_size() numbers, once filled with zeros.
 template <class T>
-static void attend_tile(const Attention<T>& a, long request, long head, long first, float* work) {
+static void attend_tile(const Attention<T>& a, const Item& item, const Item* following, bool is_called, float* work) {
+  const auto [request, first, head, heads] = item;
   const long group = a.heads / a.kv_heads, wide = (a.dim + NR - 1) / NR * NR;
   const long start = a.starts[request], num_tokens = a.starts[request + 1] - start;
   const int rows = std::min<long>(TILE, num_tokens * group - first);
-  float *mixed = work, *scores = mixed + TILE * wide, *rest = scores + TILE * SPAN;
-  Kept<T> *span = (Kept<T>*)rest, *queries = span + SPAN * wide;
-  const auto weights_of = [&](int r) { return (const Kept<T>*)(scores + r * SPAN); };
-  float largest[TILE], total[TILE];
+  float *all_mixed = work, *all_scores = all_mixed + TILE * wide, *rest = all_scores + TILE * SPAN;
+  Kept<T> *span = (Kept<T>*)rest, *all_queries = span + SPAN * wide;
+  float all_largest[TILE], all_total[TILE];
   long begin[TILE] = {}, end[TILE] = {};
   const bool in_place = !a.coding && rows <= FEW && a.dim % NR == 0 && a.block_size % KEYS == 0;
   Reader<T> reader{a, a.table + request * a.table_row, head, wide, in_place, span};
   for (int r = 0; r < rows; r++) {
-    const long token = (first + r) / group, place = (head * group + (first + r) % group) * a.dim;
-    reader.copy(a.query + (start + token) * a.query_row + place, queries + r * wide);
-    std::fill_n(mixed + r * wide, wide, 0.0f);
-    largest[r] = -INFINITY, total[r] = 0.0f;
+    const long token = (first + r) / group;
+    for (long h = 0; h < heads; h++) {
+      const long place = ((head + h) * group + (first + r) % group) * a.dim, i = h * rows + r;
+      reader.copy(a.query + (start + token) * a.query_row + place, all_queries + i * wide);
+      std::fill_n(all_mixed + i * wide, wide, 0.0f);
+      all_largest[i] = -INFINITY, all_total[i] = 0.0f;
+    }
     end[r] = a.lengths[request] - num_tokens + token + 1;
     begin[r] = a.window > 0 ? std::max(0L, end[r] - a.window) : 0;
   }
-  for (long at = begin[0] / SPAN * SPAN; at < end[rows - 1]; at += SPAN) {
-    const long low = std::max(at, begin[0]), high = std::min(at + SPAN, end[rows - 1]);
-    int from[TILE], to[TILE];
-    const auto its_values = [&](long p, long count) { reader.call_for(a.values, head, p, p + count); };
-    const auto next_keys = [&](long p, long count) {  // of the next span, or of the next head, which this thread takes next
-      const bool here = at + SPAN < end[rows - 1];
-      const long of_head = here ? head : head + 1, from = here ? p + SPAN : p - at + begin[0] / SPAN * SPAN;
-      if (of_head < a.kv_heads) reader.call_for(a.keys, of_head, from, std::min(from + count, end[rows - 1]));
-    };
-    reader.read(a.keys, at, low, high, its_values, [&](const auto* keys, long stride, int first, int last) {
-      for (int r = 0; r < rows; r++) {
-        const int begins = std::max<long>(first, (begin[r] - at) / KEYS * KEYS), ends = std::min<long>(last, end[r] - at);
-        score(queries + r * wide, keys + (begins - first) * stride, stride, wide, a.scale, scores + r * SPAN + begins, ends - begins);
-      }
-    });
-    for (int r = 0; r < rows; r++) {
-      from[r] = std::max(begin[r] - at, 0L), to[r] = std::min<long>(end[r] - at, SPAN);
-      if (from[r] >= to[r]) continue;
-      const float rescale = weigh<Kept<T>>(scores + r * SPAN, from[r], to[r], largest[r], total[r]);
-      if (rescale != 1.0f)
-        for (long d = 0; d < wide; d += V) store(mixed + r * wide + d, load(mixed + r * wide + d) * rescale);
-    }
-    reader.read(a.values, at, low, high, next_keys, [&](const auto* values, long stride, int first, int last) {
-      const auto part = [&](auto m, int r, int low, int high) {  // keys low to high, as far as they are here
-        low = std::max(low, first), high = std::min(high, last);
-        mix<m>(weights_of(r), values + (low - first) * stride, stride, wide, mixed + r * wide, low, high);
+  const long first_span = begin[0] / SPAN * SPAN, last = end[rows - 1];
+  Region now = region_of(a, item, first_span);
+  const long lines = (a.dim * (a.coding ? 1 : sizeof(T)) + 63) / 64;  // of one head of one position
+  Caller<T> its_values{a, a.values, now};
+  if (!is_called) Caller<T>{a, a.keys, now}.call(lines * heads * SPAN);
+  for (long at = first_span; at < last; at += SPAN) {
+    const long low = now.low, high = now.high;
+    const Region next = at + SPAN < last ? region_of(a, item, at + SPAN) : following ? region_of(a, *following, 0) : Region{};
+    Caller<T> next_keys{a, a.keys, next}, next_values{a, a.values, next};
+    for (long h = 0; h < heads; h++) {
+      const auto values_and_keys = [&](long count) {
+        if (at == first_span && !is_called) its_values.call(count * lines);
+        next_keys.call(count * lines);
       };
-      const std::integral_constant<int, 1> one;
-      const std::integral_constant<int, ROWS> together;
-      int r = 0;
-      for (; r + ROWS <= rows; r += ROWS) {  // what all of them see, they take together, from an even key on, so that no pair is divided
-        const int low = (*std::max_element(from + r, from + r + ROWS) + 1) & -2;
-        const int high = std::max(low, *std::min_element(to + r, to + r + ROWS) & -2);
-        for (int m = r; m < r + ROWS; m++) part(one, m, from[m], std::min(low, to[m]));
-        part(together, r, low, high);
-        for (int m = r; m < r + ROWS; m++) part(one, m, std::max(high, from[m]), to[m]);
+      const auto values = [&](long count) { next_values.call(count * lines); };
+      const Kept<T>* queries = all_queries + h * rows * wide;
+      float *mixed = all_mixed + h * rows * wide, *scores = all_scores + h * rows * SPAN;
+      float *largest = all_largest + h * rows, *total = all_total + h * rows;
+      const auto weights_of = [&](int r) { return (const Kept<T>*)(scores + r * SPAN); };
+      reader.head = head + h;
+      int from[TILE], to[TILE];
+      reader.read(a.keys, at, low, high, values_and_keys, [&](const auto* keys, long stride, int first, int last) {
+        for (int r = 0; r < rows; r++) {
+          const int begins = std::max<long>(first, (begin[r] - at) / KEYS * KEYS), ends = std::min<long>(last, end[r] - at);
+          score(queries + r * wide, keys + (begins - first) * stride, stride, wide, a.scale, scores + r * SPAN + begins, ends - begins);
+        }
+      });
+      for (int r = 0; r < rows; r++) {
+        from[r] = std::max(begin[r] - at, 0L), to[r] = std::min<long>(end[r] - at, SPAN);
+        if (from[r] >= to[r]) continue;
+        const float rescale = weigh<Kept<T>>(scores + r * SPAN, from[r], to[r], largest[r], total[r]);
+        if (rescale != 1.0f)
+          for (long d = 0; d < wide; d += V) store(mixed + r * wide + d, load(mixed + r * wide + d) * rescale);
       }
-      for (; r < rows; r++) part(one, r, from[r], to[r]);
-    });
+      reader.read(a.values, at, low, high, values, [&](const auto* values, long stride, int first, int last) {
+        const auto part = [&](auto m, int r, int low, int high) {  // keys low to high, as far as they are here
+          low = std::max(low, first), high = std::min(high, last);
+          mix<m>(weights_of(r), values + (low - first) * stride, stride, wide, mixed + r * wide, low, high);
+        };
+        const std::integral_constant<int, 1> one;
+        const std::integral_constant<int, ROWS> together;
+        int r = 0;
+        for (; r + ROWS <= rows; r += ROWS) {  // what all of them see, they take together, from an even key on, so that no pair is divided
+          const int low = (*std::max_element(from + r, from + r + ROWS) + 1) & -2;
+          const int high = std::max(low, *std::min_element(to + r, to + r + ROWS) & -2);
+          for (int m = r; m < r + ROWS; m++) part(one, m, from[m], std::min(low, to[m]));
+          part(together, r, low, high);
+          for (int m = r; m < r + ROWS; m++) part(one, m, std::max(high, from[m]), to[m]);
+        }
+        for (; r < rows; r++) part(one, r, from[r], to[r]);
+      });
+    }
+    next_keys.call(lines * heads * SPAN), next_values.call(lines * heads * SPAN);  // what this span was too short for
+    now = next;
   }
-  for (int r = 0; r < rows; r++) {
-    const long token = (first + r) / group, place = (head * group + (first + r) % group) * a.dim;
+  for (long i = 0; i < rows * heads; i++) {
+    const long r = i % rows, token = (first + r) / group, place = ((head + i / rows) * group + (first + r) % group) * a.dim;
     T* out = a.out + (start + token) * a.heads * a.dim + place;
     for (long d = 0; d < wide; d++) {
       const long own = std::is_same_v<T, bfloat16> ? d / NR * NR + d % V * 2 + d / V % 2 : d;  // undoes `unpack`
-      if (own < a.dim) out[own] = mixed[r * wide + d] / total[r];
+      if (own < a.dim) out[own] = all_mixed[i * wide + d] / all_total[i];
     }
   }
 }
@@ -1120,16 +1178,20 @@ static void attention(
     const Attention<T>& a, const T* key, const T* value, long key_row, long value_row, const int64_t* slots, T* keys,
     T* values, long num_tokens, long num_requests, int threads
 ) {
-  struct Item { long request, first; };
   std::vector<Item> items;
   double products = 0.0;
-  for (long request = 0; request < num_requests; request++) {
-    const long rows = (a.starts[request + 1] - a.starts[request]) * (a.heads / a.kv_heads);
-    for (long first = (rows - 1) / TILE * TILE; rows > 0 && first >= 0; first -= TILE) items.push_back({request, first});
-    products += double(rows) * a.lengths[request] * a.kv_heads * a.dim;
-  }
+  const long group = a.heads / a.kv_heads;
+  for (long request = 0; request < num_requests; request++)
+    products += double(a.starts[request + 1] - a.starts[request]) * a.lengths[request] * a.heads * a.dim;
   if (products < 1e5) threads = 1;  // sooner done than another thread wakes up
-  const long num_items = items.size() * a.kv_heads, wide = (a.dim + NR - 1) / NR * NR;
+  const long parts = threads == 1 ? 1 : 4L * threads / std::max(1L, num_requests) + 1;  // of the heads, so that all threads have work
+  for (long request = 0; request < num_requests; request++) {
+    const long rows = (a.starts[request + 1] - a.starts[request]) * group;
+    const long most = std::max(1L, std::min(TILE / std::max(1L, rows), (a.kv_heads + parts - 1) / parts));
+    for (long first = (rows - 1) / TILE * TILE; rows > 0 && first >= 0; first -= TILE)
+      for (long head = 0; head < a.kv_heads; head += most) items.push_back({request, first, head, std::min(most, a.kv_heads - head)});
+  }
+  const long num_items = items.size(), wide = (a.dim + NR - 1) / NR * NR;
   const size_t row = a.kv_heads * a.dim, work_size = (SPAN + 2 * TILE) * wide + TILE * SPAN;
 #pragma omp parallel num_threads(allowed(threads))
   {
@@ -1146,9 +1208,12 @@ static void attention(
           }
         }
     float* work = new (std::align_val_t(64)) float[work_size]();
-#pragma omp for schedule(dynamic, std::max(1L, std::min(a.kv_heads, num_items / (4 * threads))))
-    for (long i = 0; i < num_items; i++)
-      attend_tile(a, items[i / a.kv_heads].request, i % a.kv_heads, items[i / a.kv_heads].first, work);
+    long called = -1;  // the item whose first span this thread has asked for
+#pragma omp for schedule(dynamic, std::max(1L, num_items / (4 * threads)))
+    for (long i = 0; i < num_items; i++) {
+      attend_tile(a, items[i], i + 1 < num_items ? &items[i + 1] : nullptr, i == called, work);
+      called = i + 1;
+    }
     operator delete[](work, std::align_val_t(64));
   }
 }
