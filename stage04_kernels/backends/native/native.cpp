@@ -9,7 +9,6 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <new>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -66,13 +65,21 @@ static floats exp_of(floats x) {
   floats power = x * 1.44269504f;
   power = power < -126.0f ? floats{} - 126.0f : power;
   power = power > 127.0f ? floats{} + 127.0f : power;
+#if defined(__AVX512F__)
+  const floats whole = (floats)_mm512_floor_ps((__m512)power), rest = power - whole;
+#else
   ints whole = __builtin_convertvector(power, ints);
   whole += __builtin_convertvector(whole, floats) > power;  // true is -1: round down, not towards zero
-  floats rest = power - __builtin_convertvector(whole, floats);
+  const floats rest = power - __builtin_convertvector(whole, floats);
+#endif
   floats poly = floats{} + 1.8775767e-3f;
   for (float coefficient : {8.9893397e-3f, 5.5826318e-2f, 2.4015361e-1f, 6.9315308e-1f, 9.9999994e-1f})
     poly = poly * rest + coefficient;
+#if defined(__AVX512F__)
+  return (floats)_mm512_scalef_ps((__m512)poly, (__m512)whole);
+#else
   return poly * (floats)((whole + 127) << 23);
+#endif
 }
 
 // Matrix products
@@ -800,7 +807,7 @@ static const Coding CODINGS[] = {
 // are in its row of the block table. An item of work is a tile of query rows of one request that read the same key/value head; where these are
 // few, as in decodes, those of several heads, so that memory is read in the order in which it lies. It
 // runs through the context in spans of SPAN positions: the keys of a span are copied side by side, then its values, and each row takes
-// what it sees of them. All are float32 then, unless the processor multiplies pairs of bfloat16: then the weights of values have 8 bits too. The softmax is the online one (Milakov and Gimelshein 2018; FlashAttention, Dao et al.
+// what it sees of them. For many rows the keys are turned besides, so that a vector holds a number of each of V keys: no sums over lanes. All are float32 then, unless the processor multiplies pairs of bfloat16: then the weights of values have 8 bits too. The softmax is the online one (Milakov and Gimelshein 2018; FlashAttention, Dao et al.
 // 2022): no score is kept longer than its span. Source of the tiles: FlashAttention-2, Dao 2023.
 //
 // Spans begin at fixed positions, every sum has one order, and rows share nothing but the copies: so a row's result does not
@@ -809,6 +816,7 @@ static const Coding CODINGS[] = {
 constexpr int SPAN = 64, TILE = 128;
 constexpr int KEYS = V < 8 ? 8 : V;  // scored side by side: enough sums that no multiply-add waits for the one before
 constexpr int ROWS = 3;  // mixed side by side
+constexpr int MANY = 8;  // with so many rows it pays to turn the keys
 constexpr int FEW = 3;  // with so few rows the copies cost more than they save: keys and values are taken where they lie
 
 template <class T> using Kept = std::conditional_t<PAIRS, T, float>;  // what numbers of a cache of T are while they are used
@@ -827,6 +835,18 @@ static inline floats fold(floats a, floats b, std::integer_sequence<int, J...>) 
            SHUFFLE(a, b, (J / 4 * 4 + J % 2 * 2 + (J % 4 < 2 ? 0 : V) + 1)...);
   else
     return SHUFFLE(a, b, (J % (2 * W) < W ? J : J - W + V)...) + SHUFFLE(a, b, (J % (2 * W) < W ? J + W : J + V)...);
+}
+
+static inline floats fused(floats sum, floats x, floats y) {  // sum + x * y, rounded once where the processor can
+#if defined(__AVX512F__)
+  return (floats)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)sum);
+#elif defined(__FMA__)
+  return (floats)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)sum);
+#elif defined(__aarch64__)
+  return (floats)vfmaq_f32((float32x4_t)sum, (float32x4_t)x, (float32x4_t)y);
+#else
+  return sum + x * y;
+#endif
 }
 
 // The sums over the lanes of V vectors, as one vector.
@@ -915,8 +935,7 @@ static inline void score(const Q* query, const K* keys, long stride, long wide, 
         for (int i = 0; i < KEYS; i++) {
           floats x[2];
           unpack(key + i * stride + d, x);
-          sum[i] += low * x[0];
-          sum[i] += high * x[1];
+          sum[i] = fused(fused(sum[i], low, x[0]), high, x[1]);
         }
       }
     }
@@ -924,10 +943,75 @@ static inline void score(const Q* query, const K* keys, long stride, long wide, 
   }
 }
 
+// The rows of V vectors become columns.
+template <int W = V / 2, int... J> static inline void transpose(floats* x, std::integer_sequence<int, J...> lanes) {
+  for (int i = 0; i < V; i++)
+    if (!(i & W)) {
+      const floats a = x[i], b = x[i + W];
+      x[i] = SHUFFLE(a, b, (J & W ? J - W + V : J)...);
+      x[i + W] = SHUFFLE(a, b, (J & W ? J + V : J + W)...);
+    }
+  if constexpr (W > 1) transpose<W / 2>(x, lanes);
+}
+
+// Keys [SPAN, wide] as units of 32 bits, a number or a pair, become [units, SPAN].
+static inline void turn(const float* keys, float* turned, long units) {
+  for (long k = 0; k < SPAN; k += V)
+    for (long u = 0; u < units; u += V) {
+      floats x[V];
+      for (int i = 0; i < V; i++) x[i] = load(keys + (k + i) * units + u);
+      transpose(x, std::make_integer_sequence<int, V>());
+      for (int i = 0; i < V; i++) store(turned + (u + i) * SPAN + k, x[i]);
+    }
+}
+
+// Lanes `lane` to lane + L - 1 of the sums of `score`, added up in the same order, for M queries and V keys.
+template <class Q, int M, int L>
+static inline void turned_sum(const int32_t* const* query, const float* keys, long units, int lane, floats* sum) {
+  if constexpr (L == 1) {
+    for (int m = 0; m < M; m++) sum[m] = floats{};
+    for (long u = lane; u < units; u += V) {
+      const floats some = load(keys + u * SPAN);
+      for (int m = 0; m < M; m++) {
+        const ints input = ints{} + query[m][u];
+        if constexpr (std::is_same_v<Q, bfloat16>)
+          sum[m] = dot_pairs(sum[m], (ints)some, input);
+        else
+          sum[m] = fused(sum[m], (floats)input, some);
+      }
+    }
+  } else {
+    floats other[M];
+    turned_sum<Q, M, L / 2>(query, keys, units, lane, sum);
+    turned_sum<Q, M, L / 2>(query, keys, units, lane + L / 2, other);
+    for (int m = 0; m < M; m++) sum[m] += other[m];
+  }
+}
+
+// `score` for M rows of queries and turned keys low to high: the same numbers, without sums over lanes.
+template <class Q, int M>
+static void score_turned(const Q* queries, const float* keys, long wide, float scale, float* scores, int low, int high) {
+  const long units = wide * sizeof(Q) / 4;
+  const int32_t* query[M];
+  for (int m = 0; m < M; m++) query[m] = (const int32_t*)(queries + m * wide);
+  for (int k = low; k < high; k += V) {
+    floats sum[M];
+    turned_sum<Q, M, V>(query, keys + k, units, 0, sum);
+    for (int m = 0; m < M; m++) store(scores + m * SPAN + k, sum[m] * scale);
+  }
+}
+
 // What bfloat16(x) stands for.
 static inline floats to_bfloat16(floats x) {
   const ints bits = (ints)x;
   return x != x ? x : (floats)((bits + 0x7fff + (bits >> 16 & 1)) & -65536);
+}
+
+// The other way round than `unpack`.
+static inline void repack(floats low, floats high, float* to) { store(to, low), store(to + V, high); }
+
+static inline void repack(floats low, floats high, bfloat16* to) {
+  *(any_ints*)to = ((ints)to_bfloat16(low) >> 16 & 0xffff) | (ints)to_bfloat16(high);
 }
 
 // Scores low to high become weights W in their place, relative to the largest score so far. Returns what earlier sums are multiplied by.
@@ -938,9 +1022,11 @@ template <class W> static inline float weigh(float* scores, int low, int high, f
   const floats never = floats{} - INFINITY;
   for (int k = low / V * V; k < high; k += V) {
     floats x = load(scores + k);
-    x = (lane + k >= low) & (lane + k < high) ? x : never;
+    if (k < low || k + V > high) {
+      x = (lane + k >= low) & (lane + k < high) ? x : never;
+      store(scores + k, x);
+    }
     peak = x > peak ? x : peak;
-    store(scores + k, x);
   }
   float top = largest;
   for (int i = 0; i < V; i++) top = std::max(top, peak[i]);
@@ -948,8 +1034,13 @@ template <class W> static inline float weigh(float* scores, int low, int high, f
     floats x = load(scores + k), weight = exp_of(x - top);
     weight = x == never ? floats{} : weight;
     if constexpr (std::is_same_v<W, bfloat16>) {  // a row takes half the place then: what is written has been read
+#if defined(__AVX512BF16__)
+      const auto upper = _mm512_cvtneps_pbh((__m512)weight);
+      weight = (floats)_mm512_cvtpbh_ps(upper);
+#else
       weight = to_bfloat16(weight);
       const auto upper = __builtin_convertvector((ints)weight >> 16, half_shorts);
+#endif
       __builtin_memcpy((char*)scores + k * 2, &upper, V * 2);
     } else
       store(scores + k, weight);
@@ -1074,18 +1165,19 @@ template <class T> static Region region_of(const Attention<T>& a, const Item& it
 
 // An item. Row r of a head is token r / group of the request, and one of the `group` query heads that share the key/value head. While one
 // span is read, the memory is asked for the next one, at last for the first span of the item that follows; `is_called`: that was done for this one.
-// `work` is memory for work_size() numbers, once filled with zeros.
+// `work` is memory for `work_size` numbers, whatever they are.
 template <class T>
 static void attend_tile(const Attention<T>& a, const Item& item, const Item* following, bool is_called, float* work) {
   const auto [request, first, head, heads] = item;
   const long group = a.heads / a.kv_heads, wide = (a.dim + NR - 1) / NR * NR;
   const long start = a.starts[request], num_tokens = a.starts[request + 1] - start;
   const int rows = std::min<long>(TILE, num_tokens * group - first);
-  float *all_mixed = work, *all_scores = all_mixed + TILE * wide, *rest = all_scores + TILE * SPAN;
-  Kept<T> *span = (Kept<T>*)rest, *all_queries = span + SPAN * wide;
+  float *all_mixed = work, *all_scores = all_mixed + TILE * wide, *turned = all_scores + TILE * SPAN;
+  Kept<T> *span = (Kept<T>*)(turned + SPAN * wide), *all_queries = span + SPAN * wide;
   float all_largest[TILE], all_total[TILE];
   long begin[TILE] = {}, end[TILE] = {};
   const bool in_place = !a.coding && rows <= FEW && a.dim % NR == 0 && a.block_size % KEYS == 0;
+  const bool is_turned = !in_place && rows >= MANY;
   Reader<T> reader{a, a.table + request * a.table_row, head, wide, in_place, span};
   for (int r = 0; r < rows; r++) {
     const long token = (first + r) / group;
@@ -1120,7 +1212,14 @@ static void attend_tile(const Attention<T>& a, const Item& item, const Item* fol
       reader.head = head + h;
       int from[TILE], to[TILE];
       reader.read(a.keys, at, low, high, values_and_keys, [&](const auto* keys, long stride, int first, int last) {
-        for (int r = 0; r < rows; r++) {
+        if (is_turned) turn((const float*)span, turned, wide * sizeof(Kept<T>) / 4);
+        int r = 0;
+        for (; is_turned && r + ROWS <= rows; r += ROWS) {
+          const int begins = (*std::min_element(begin + r, begin + r + ROWS) - at) / KEYS * KEYS;
+          const int ends = std::min<long>(last, *std::max_element(end + r, end + r + ROWS) - at);
+          score_turned<Kept<T>, ROWS>(queries + r * wide, turned, wide, a.scale, scores + r * SPAN, std::max(first, begins), ends);
+        }
+        for (; r < rows; r++) {
           const int begins = std::max<long>(first, (begin[r] - at) / KEYS * KEYS), ends = std::min<long>(last, end[r] - at);
           score(queries + r * wide, keys + (begins - first) * stride, stride, wide, a.scale, scores + r * SPAN + begins, ends - begins);
         }
@@ -1156,7 +1255,10 @@ static void attend_tile(const Attention<T>& a, const Item& item, const Item* fol
   for (long i = 0; i < rows * heads; i++) {
     const long r = i % rows, token = (first + r) / group, place = ((head + i / rows) * group + (first + r) % group) * a.dim;
     T* out = a.out + (start + token) * a.heads * a.dim + place;
-    for (long d = 0; d < wide; d++) {
+    long d = 0;
+    for (; d + NR <= a.dim; d += NR)
+      repack(load(all_mixed + i * wide + d) / all_total[i], load(all_mixed + i * wide + d + V) / all_total[i], out + d);
+    for (; d < wide; d++) {
       const long own = std::is_same_v<T, bfloat16> ? d / NR * NR + d % V * 2 + d / V % 2 : d;  // undoes `unpack`
       if (own < a.dim) out[own] = all_mixed[i * wide + d] / all_total[i];
     }
@@ -1192,7 +1294,7 @@ static void attention(
       for (long head = 0; head < a.kv_heads; head += most) items.push_back({request, first, head, std::min(most, a.kv_heads - head)});
   }
   const long num_items = items.size(), wide = (a.dim + NR - 1) / NR * NR;
-  const size_t row = a.kv_heads * a.dim, work_size = (SPAN + 2 * TILE) * wide + TILE * SPAN;
+  const size_t row = a.kv_heads * a.dim, work_size = (2 * SPAN + 2 * TILE) * wide + TILE * SPAN;
 #pragma omp parallel num_threads(allowed(threads))
   {
     if (key)
@@ -1207,14 +1309,15 @@ static void attention(
             std::copy_n(value + token * value_row, row, values + slots[token] * row);
           }
         }
-    float* work = new (std::align_val_t(64)) float[work_size]();
+    static thread_local std::vector<float> memory;  // kept: to fill it with zeros takes as long as a short context
+    if (memory.size() < work_size + 16) memory.resize(work_size + 16);
+    float* work = (float*)((uintptr_t(memory.data()) + 63) / 64 * 64);
     long called = -1;  // the item whose first span this thread has asked for
 #pragma omp for schedule(dynamic, std::max(1L, num_items / (4 * threads)))
     for (long i = 0; i < num_items; i++) {
       attend_tile(a, items[i], i + 1 < num_items ? &items[i + 1] : nullptr, i == called, work);
       called = i + 1;
     }
-    operator delete[](work, std::align_val_t(64));
   }
 }
 
@@ -1284,13 +1387,6 @@ static void norm(
   }
 }
 
-// The other way round than `unpack`.
-static inline void repack(floats low, floats high, float* to) { store(to, low), store(to + V, high); }
-
-static inline void repack(floats low, floats high, bfloat16* to) {
-  *(any_ints*)to = ((ints)to_bfloat16(low) >> 16 & 0xffff) | (ints)to_bfloat16(high);
-}
-
 // out = use(x, y) number by number, computed in float32.
 template <class T, class Use>
 static void each(const T* x, const T* y, T* out, long count, int threads, Use use) {
@@ -1352,18 +1448,6 @@ static inline floats load(const bfloat16* x) {
 static inline void store(bfloat16* to, floats x) {
   const halves narrow = __builtin_convertvector((ints)to_bfloat16(x) >> 16 & 0xffff, halves);
   std::memcpy(to, &narrow, sizeof narrow);
-}
-
-static inline floats fused(floats sum, floats x, floats y) {  // sum + x * y, rounded once where the processor can
-#if defined(__AVX512F__)
-  return (floats)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)sum);
-#elif defined(__FMA__)
-  return (floats)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)sum);
-#elif defined(__aarch64__)
-  return (floats)vfmaq_f32((float32x4_t)sum, (float32x4_t)x, (float32x4_t)y);
-#else
-  return sum + x * y;
-#endif
 }
 
 struct Whole {  // how a vector is read and written: all of it
