@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
+from safetensors.numpy import load_file
 
-from race import __main__ as program
+from race import __main__ as program, quantized
 from race.checkpoint import make_checkpoint
 from race.entrant import Command, Entrant, Failed, Setup
 from race.process import Engine, Offline, Server, prepare
 from race.record import digest
 from race.table import details
 from race.turns import Lane, Repetition, Turns, lanes
+from race.weights_file import read_weights
 from race.workloads import QUICK, measure, prompts_of
 
 
@@ -208,7 +213,7 @@ def test_ours_runs_every_workload_and_absent_peers_are_named(tmp_path: Path, cap
     assert program.main([*small, *absent, f"--folder={tmp_path}", f"--out={out}"]) == 0
     result = json.loads(out.read_text(encoding="utf-8"))
     assert [line.partition(";")[0] for line in result["problems"]] == [
-        f"vllm-cpu: {tmp_path}/none cannot import vllm",
+        f"vllm-cpu: {tmp_path}/none has no vllm",
         f"llama.cpp: {tmp_path}/none cannot import llama_cpp and gguf",
         f"ctranslate2: {tmp_path}/none cannot import ctranslate2",
     ]
@@ -236,3 +241,65 @@ def test_the_checkpoint_is_a_model_of_ours(tmp_path: Path) -> None:
     written = (folder / "config.json").stat().st_mtime_ns
     make_checkpoint(folder, QUICK)
     assert (folder / "config.json").stat().st_mtime_ns == written
+
+
+@pytest.mark.parametrize(("precision", "levels"), [("int8", 127), ("int4", 7)])
+def test_quantized_weights_are_the_nearest_ones(tmp_path: Path, precision: str, levels: int) -> None:
+    """What vLLM reads is the checkpoint, each number within half a step of its scale."""
+    folder = make_checkpoint(tmp_path / "tiny", QUICK)
+    quantized.write(folder, precision, tmp_path / "out")
+    whole, small = read_weights(folder), load_file(tmp_path / "out/model.safetensors")
+    for name, tensor in whole.items():
+        full = f"transformer.{name}"
+        if not name.startswith("h.") or tensor.ndim == 1:
+            assert (small[full] == tensor).all()
+            continue
+        scale = small[f"{full}_scale"]
+        if precision == "int8":
+            back, step, largest = (small[full] * scale.T).T, scale, np.abs(tensor).max(0)[:, None]  # outputs first
+        else:
+            words = small[f"{full}_packed"].view(np.uint32)
+            numbers = ((words[:, :, None] >> (4 * np.arange(8, dtype=np.uint32))) & 15).astype(np.int32) - 8
+            step = np.repeat(scale, quantized.GROUP, axis=1)
+            back = numbers.reshape(step.shape) * step
+            largest = np.abs(tensor.T.reshape(len(scale), -1, quantized.GROUP)).max(2)
+        assert (np.abs(back - tensor.T) <= 0.501 * step).all()
+        np.testing.assert_allclose(scale, largest / levels, rtol=1e-6)
+    config = json.loads((tmp_path / "out/config.json").read_text(encoding="utf-8"))
+    assert config["quantization_config"]["config_groups"]["group_0"]["weights"]["num_bits"] == quantized.BITS[precision]
+
+
+def test_other_pythons_read_the_weights_as_safetensors_does(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "tiny", QUICK)
+    expected = load_file(folder / "model.safetensors")
+    found = read_weights(folder)
+    assert {f"transformer.{name}" for name in found} == expected.keys()
+    assert all((expected[f"transformer.{name}"] == tensor).all() for name, tensor in found.items())
+
+
+def test_with_quick_engines_start_together_and_who_cannot_is_told(setup: Setup) -> None:
+    here = threading.Barrier(2)  # one alone does not get past it
+
+    def start(entrant: Entrant) -> Engine:
+        here.wait(60)
+        return Offline(entrant, setup, 60)
+
+    broken = Entrant("peer", "1", "float32", "broken", Command(["/no/such/python"]), None)
+    problems: list[str] = []
+    with lanes([stand_in("works"), broken], start) as track:
+        program._start_together(track, problems.append)
+        assert track[0].engine is not None and track[1].retired
+    assert len(problems) == 1 and problems[0].startswith("peer broken: cannot be started: [Errno 2]")
+
+
+def test_quick_is_short_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def stop(args: argparse.Namespace) -> None:
+        asked.append((args.rounds, args.tries))
+        raise Failed("enough")
+
+    monkeypatch.setattr(program, "race", stop)
+    for argv in ([], ["--quick"], ["--quick", "--rounds", "4", "--tries", "2"]):
+        assert program.main(argv) == 2
+    assert asked == [(5, 3), (1, 1), (4, 2)]

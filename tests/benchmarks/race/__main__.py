@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from race import ctranslate, llama, ours, record, vllm_cpu
 from race.checkpoint import make_checkpoint
 from race.entrant import CANNOT, OURS, PEERS, PRECISIONS, ROOT, Entrant, Failed, Setup
 from race.machine import describe, physical_cores
-from race.process import Offline, Server, prepare
+from race.process import Engine, Offline, Server, prepare
 from race.rates import measure_rates
 from race.table import across, details, summary, write_between
 from race.turns import Lane, Repetition, Turns, as_json, lanes
@@ -166,24 +167,37 @@ def race(args: argparse.Namespace) -> Result:
 def _run_group(
     args: argparse.Namespace, setup: Setup, result: Result, group: list[Entrant], save: Callable[[], None]
 ) -> None:
-    """All workloads in one precision (with --quick in all together): first those without HTTP, then W4, each with processes
-    that stay for the whole of it."""
+    """All workloads in one precision: first those without HTTP, then W4, each with processes that stay for the whole of it.
+    With --quick in all precisions, and all processes are there from the beginning."""
 
     def keep(repetition: Repetition) -> None:
         result["repetitions"].append(as_json(repetition))
 
     turns = Turns(args.rounds, args.tries, partial(print, flush=True), keep, partial(_problem, result))
     group = _prepared(group, args.limit, turns.problem)
-    for kind in (Offline, Server):
-        runs = [name for name in args.workloads if bool(setup.scale.loads[name].clients) == (kind is Server)]
+
+    def names(kind: type[Engine]) -> list[str]:
+        return [name for name in args.workloads if bool(setup.scale.loads[name].clients) == (kind is Server)]
+
+    def track_of(kind: type[Offline] | type[Server]) -> AbstractContextManager[list[Lane]]:
         able = [entrant for entrant in group if (entrant.server if kind is Server else entrant.offline)]
-        with lanes(able, lambda entrant, kind=kind: kind(entrant, setup, args.limit)) as track:  # type: ignore[misc]
-            if args.quick and runs:
-                _start_together(track, turns.problem)
-            for workload in runs:
-                turns.run(workload, track)
-                save()
-            _compare_samples([lane.engine for lane in track if isinstance(lane.engine, Offline)], turns.problem)
+        return lanes(able if names(kind) else [], lambda entrant: kind(entrant, setup, args.limit))
+
+    def run(kind: type[Engine], track: list[Lane]) -> None:
+        for workload in names(kind):
+            turns.run(workload, track)
+            save()
+        _compare_samples([lane.engine for lane in track if isinstance(lane.engine, Offline)], turns.problem)
+
+    if args.quick:
+        with track_of(Offline) as offline, track_of(Server) as servers:
+            _start_together(offline + servers, turns.problem)
+            run(Offline, offline)
+            run(Server, servers)
+    else:
+        for kind in (Offline, Server):
+            with track_of(kind) as track:
+                run(kind, track)
 
 
 def _start_together(track: list[Lane], problem: Callable[[str], None]) -> None:

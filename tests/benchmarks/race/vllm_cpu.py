@@ -17,14 +17,18 @@ from race.workloads import Generate
 
 DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "int8": "bfloat16", "int4": "bfloat16"}
 """Precision -> what it computes in. int8 and int4 are read from a checkpoint that `quantized.py` writes."""
-FIND = "import importlib.metadata as m, vllm; print([d.version for d in m.distributions() if d.name.startswith('vllm')][0])"
+FIND = """
+import importlib.metadata as metadata, importlib.util as util
+assert util.find_spec("vllm")
+print([each.version for each in metadata.distributions() if each.name.startswith("vllm")][0])
+"""  # without the import itself, which takes seconds
 
 
 def find(setup: Setup, python: str) -> list[Entrant]:
     """One per precision. Raises Failed."""
     version = ask_python(python, FIND)
     if version is None:
-        raise Failed(f"{python} cannot import vllm; set VLLM_PYTHON or --vllm-python")
+        raise Failed(f"{python} has no vllm; set VLLM_PYTHON or --vllm-python")
     env = _environment(setup, Path(python))
     in_one = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if setup.quick else {}  # one process starts sooner than three
     scale = setup.scale
