@@ -193,6 +193,8 @@ def test_a_limit_is_bytes_or_operations_whichever_takes_longer() -> None:
     )  # the faster of both rates
     prompt = prompt_step(1, 1000)
     assert machine.seconds(prompt) == (2 * 1000 * matrices + 2 * output + 4 * 12 * 768 * 500500) / 200e9
+    together = machine.seconds(decode, prompt)  # one reads while the other computes
+    assert machine.seconds(prompt) < together < machine.seconds(prompt) + machine.seconds(decode)
     shared = prompt_step(32, 32, 512)
     assert (shared.tokens, shared.sampled, shared.keys) == (512 + 32 * 32, 32, 512 + 32 * 32)
     assert shared.pairs == 512 * 513 // 2 + 32 * (32 * 512 + 32 * 33 // 2)

@@ -1,8 +1,9 @@
 """The least time that a workload can take on a machine, from its bytes and its operations, as on a roofline.
 
-A step reads each weight once, and the keys and values that its requests see; it computes its matrix products. It takes at least
-its bytes at the memory's measured rate, and at least its operations at the measured rate of matrix products: the larger of the
-two. Nothing else is counted (no biases, norms, scales, no writing, no HTTP), so a limit is never too slow.
+A step reads each weight once, and the keys and values that its requests see; it computes its matrix products. A workload takes
+at least the bytes of all its steps at the memory's measured rate, and at least their operations at the measured rate of matrix
+products: the larger of the two, as reading and computing can overlap. Nothing else is counted (no biases, norms, scales, no
+writing, no HTTP), so a limit is never too slow.
 """
 
 from __future__ import annotations
@@ -49,15 +50,18 @@ class Machine:
         names = {"float32": ("float32",), "bfloat16": ("float32", "bfloat16")}
         return max(self.rates.get(name, 0.0) for name in names.get(self.precision, ("float32", "bfloat16", "int8")))
 
-    def seconds(self, step: Step) -> float:
-        """The least that the step can take."""
+    def seconds(self, *steps: Step) -> float:
+        """The least that the steps can take together."""
         scale, width = self.scale, self.scale.hidden_size
         weights, output = 12 * scale.layers * width**2, scale.vocab_size * width
-        read = weights * WEIGHT_BYTES[self.precision] + (output * OUTPUT_BYTES[self.precision] if step.sampled else 0)
-        cache = 2 * scale.layers * width * step.keys * CACHE_BYTES[self.precision]
-        products = 2 * weights * step.tokens + 2 * output * step.sampled
-        attention = 4 * scale.layers * width * step.pairs
-        return max((read + cache) / self.memory, (products + attention) / self.matrix)
+        read = products = 0.0
+        for step in steps:
+            read += weights * WEIGHT_BYTES[self.precision] + (
+                output * OUTPUT_BYTES[self.precision] if step.sampled else 0
+            )
+            read += 2 * scale.layers * width * step.keys * CACHE_BYTES[self.precision]
+            products += 2 * weights * step.tokens + 2 * output * step.sampled + 4 * scale.layers * width * step.pairs
+        return max(read / self.memory, products / self.matrix)
 
 
 def prompt_step(requests: int, prompt: int, shared: int = 0) -> Step:
@@ -82,16 +86,15 @@ def limits_of(scale: Scale, precision: str, rates: Rates) -> dict[tuple[str, str
     for name, load in scale.loads.items():
         at_once = min(load.requests, load.clients or scale.slots)
         waves = load.requests / at_once
-        first = machine.seconds(prompt_step(at_once, load.prompt, load.shared))
-        decodes = [machine.seconds(step) for step in decode_steps(at_once, load)]
+        first, decodes = prompt_step(at_once, load.prompt, load.shared), [*decode_steps(at_once, load)]
         if load.output == 1:
-            found[name, "ttft_ms"] = 1000 * first
+            found[name, "ttft_ms"] = 1000 * machine.seconds(first)
         elif load.requests == 1:
-            found[name, "tokens_per_s"] = len(decodes) / sum(decodes)
+            found[name, "tokens_per_s"] = len(decodes) / machine.seconds(*decodes)
         else:
-            found[name, "tokens_per_s"] = load.requests * load.output / (waves * (first + sum(decodes)))
-        if load.clients:  # they ask together: each prompt waits for those before it
+            found[name, "tokens_per_s"] = load.requests * load.output / (waves * machine.seconds(first, *decodes))
+        if load.clients:  # they ask together: each prompt waits for those before it, or all are computed in one step
             alone = machine.seconds(prompt_step(1, load.prompt, load.shared))
-            found[name, "ttft_ms"] = 1000 * alone * (at_once + 1) / 2
-            found[name, "tpot_ms"] = 1000 * sum(decodes) / len(decodes)
+            found[name, "ttft_ms"] = 1000 * min(alone * (at_once + 1) / 2, machine.seconds(first))
+            found[name, "tpot_ms"] = 1000 * machine.seconds(*decodes) / len(decodes)
     return found
