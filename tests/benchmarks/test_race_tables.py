@@ -202,6 +202,14 @@ def test_a_limit_is_bytes_or_operations_whichever_takes_longer() -> None:
     assert (last.tokens, last.keys, last.pairs) == (32, 512 + 32 * 63, 32 * 575)
 
 
+def test_the_limit_of_many_counts_every_token_of_every_request() -> None:
+    """With a memory that is never waited for: 255 tokens are computed for each of 64 requests, and 128 sampled."""
+    limit = limits_of(FULL, "float32", {**RATES, "read": 1e30})["W2", "tokens_per_s"]
+    products = 255 * 12 * 12 * 768 * 768 + 128 * 50257 * 768
+    operations = 64 * (2 * products + 4 * 12 * 768 * 255 * 256 // 2)
+    assert limit == pytest.approx(64 * 128 / (operations / 200e9))
+
+
 def test_a_narrower_type_has_no_slower_limit() -> None:
     """Where its own products are slow, they can be widened; float32 cannot be narrowed."""
     faster = [limits_of(FULL, precision, RATES) for precision in PRECISIONS]
