@@ -17,6 +17,7 @@ from safetensors.numpy import load_file
 from race import __main__ as program, quantized
 from race.checkpoint import make_checkpoint
 from race.entrant import Command, Entrant, Failed, Setup
+from race.machine import physical_cores
 from race.process import Engine, Offline, Server, prepare
 from race.record import digest
 from race.table import details
@@ -293,13 +294,13 @@ def test_with_quick_engines_start_together_and_who_cannot_is_told(setup: Setup) 
 
 
 def test_quick_is_short_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, int]] = []
+    asked: list[tuple[int, int, int]] = []
 
     def stop(args: argparse.Namespace) -> None:
-        asked.append((args.rounds, args.tries))
+        asked.append((args.rounds, args.tries, args.threads))
         raise Failed("enough")
 
     monkeypatch.setattr(program, "race", stop)
-    for argv in ([], ["--quick"], ["--quick", "--rounds", "4", "--tries", "2"]):
+    for argv in ([], ["--quick"], ["--quick", "--rounds", "4", "--tries", "2", "--threads", "3"]):
         assert program.main(argv) == 2
-    assert asked == [(5, 3), (1, 1), (4, 2)]
+    assert asked == [(5, 3, len(physical_cores())), (1, 1, 1), (4, 2, 3)]

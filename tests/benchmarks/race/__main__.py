@@ -46,7 +46,11 @@ def make_parser() -> argparse.ArgumentParser:
     add("--dtypes", type=_some_of(PRECISIONS), default=list(PRECISIONS), help="precisions to compare in (default: all)")
     add("--rounds", type=_positive, help="turns of each engine in each workload (default: 5, or 1 with --quick)")
     add("--tries", type=_positive, help="runs of a turn until others kept still (default: 3, or 1 with --quick)")
-    add("--threads", type=_positive, help="compute threads of each engine (default: the physical cores)")
+    add(
+        "--threads",
+        type=_positive,
+        help="compute threads of each engine (default: the physical cores, or 1 with --quick)",
+    )
     add(
         "--limit",
         type=_seconds,
@@ -94,6 +98,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     args.rounds = args.rounds or (1 if args.quick else 5)
     args.tries = args.tries or (1 if args.quick else 3)
+    args.threads = args.threads or (1 if args.quick else len(physical_cores()))
     try:
         results = (
             [_load(path) for path in args.show] if args.show else [] if args.quick and args.readme else [race(args)]
@@ -134,7 +139,7 @@ def race(args: argparse.Namespace) -> Result:
     """Run all that the flags ask for; what is measured is on disk after each workload."""
     scale = QUICK if args.quick else FULL
     cpus = physical_cores()
-    cpus = tuple(cpus[index % len(cpus)] for index in range(args.threads or len(cpus)))
+    cpus = tuple(cpus[index % len(cpus)] for index in range(args.threads))
     folder = args.folder.absolute()
     name = "tiny" if args.quick else "gpt2"
     print(f"the model: {name}'s shape with random weights in {folder / name}", flush=True)
