@@ -142,12 +142,11 @@ async def run_server(vllm_config: VllmConfig, args: FrontendArgs) -> int:
     """Bind the port, then run one API server on it. Raises StagesError if the port is taken or the engine cannot start."""
     stop = StopSignals()
     with stop.installed():
-        connection = connection_settings(args)
         address, sock = setup_server(args, "https" if getattr(args, "ssl_certfile", None) else "http")
         announce(vllm_config, args)
         with sock:
             try:
-                exit_code = await run_server_worker(address, sock, vllm_config, args, stop, connection)
+                exit_code = await run_server_worker(address, sock, vllm_config, args, stop)
             except StopRequested:
                 logger.info("%s during start-up.", stop.name)
                 exit_code = 0
@@ -198,10 +197,9 @@ def _socket_error(host: str, port: int, error: Exception) -> StagesError:
 
 
 async def run_server_worker(
-    address: str, sock: socket.socket, vllm_config: VllmConfig, args: FrontendArgs, stop: StopSignals,
-    connection: dict[str, Any],
-) -> int:  # fmt: skip
-    """Everything between the bound port and the exit code. `connection` holds more uvicorn settings."""
+    address: str, sock: socket.socket, vllm_config: VllmConfig, args: FrontendArgs, stop: StopSignals
+) -> int:
+    """Everything between the bound port and the exit code."""
     from prometheus_client import CollectorRegistry
 
     registry = CollectorRegistry()
@@ -211,7 +209,7 @@ async def run_server_worker(
         from stage02_server.launcher import serve_http
 
         try:
-            return await serve_http(app, sock, address, stop, connection)
+            return await serve_http(app, sock, address, stop, connection_settings(args))
         except OSError as error:
             raise _socket_error(args.host or "", args.port, error) from error
 

@@ -26,7 +26,7 @@ PREFIX = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-"}
 """Path -> the prefix of its request ids, for the paths that run the model. `app.state.prefixes` also has those of the features, and
 `app.state.unchosen_ids` the paths whose ids clients may not choose."""
 ACCEPTED_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-CONNECTION = "stages.connection"  # in a scope's extensions: `abort` ends the connection at once, `waiting` is how many bytes its client has not read
+CONNECTION = "stages.connection"  # in a scope's extensions: `abort` ends the connection, `waiting` is how many bytes its client has not read, `transport` asyncio's own
 TENANT: ContextVar[int | None] = ContextVar("tenant", default=None)
 """Which of several API keys sent the request that is being served; None with one key, or none."""
 

@@ -129,8 +129,8 @@ class OpenAIServingChat(OpenAIServing):
         new_answer: Callable[[], Answer] = PlainAnswer
         if parsers is not None:
             new_answer = parsers.for_request(request, prompt, requests) or PlainAnswer
-        outputs = self.ask(request, requests)
-        return await self.answer(request, ChatMaker(requests, self.args.response_role, new_answer), outputs, receive)
+        maker = ChatMaker(requests, self.args.response_role, new_answer)
+        return await self.answer(request, maker, self.ask(request, requests), raw_request)
 
     def parsers_for(self, request: ChatCompletionRequest) -> Any:
         """The feature that parses the answers; None if no flag and no field of the request asks for it. Raises

@@ -47,4 +47,4 @@ class OpenAIServingCompletion(OpenAIServing):
         params, special = request.to_sampling_params(self.defaults), request.add_special_tokens
         requests = await self.tokenize(request, prompts, params, ids, model, receive, special)
         outputs = self.ask(request, requests)
-        return await self.answer(request, CompletionMaker(requests), outputs, receive)
+        return await self.answer(request, CompletionMaker(requests), outputs, raw_request)

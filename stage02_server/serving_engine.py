@@ -26,7 +26,7 @@ from stage03_engine.config import VllmConfig
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.messages import EngineCoreRequest
 from stage03_engine.outputs import CompletionOutput, RequestOutput
-from stage03_engine.plugins import find
+from stage03_engine.plugins import find, parts
 from stage03_engine.sampling_params import SamplingParams
 from stagetrace import trace
 
@@ -150,16 +150,14 @@ class AnswerMaker:
         numbered = [(p * n + answer.index, answer) for p, output in enumerate(outputs) for answer in output.outputs]
         return self._with_usage(self.whole_class, [self.choice(index, answer) for index, answer in numbered])
 
-    def chunks(self, prompt: int, output: RequestOutput) -> list[bytes]:
+    def chunks(self, prompt: int, outputs: list[RequestOutput]) -> list[bytes]:
         """What an output adds to the answers to a prompt, as one server-sent event for each chunk."""
-        events, requests, chunk = [], self.requests, self._chunk
-        for answer in output.outputs:
+        events, requests = [], self.requests
+        for answer in outputs[0].outputs:
             index = prompt * requests.n + answer.index
             for piece in self.pieces(index, answer):
-                if requests.hooks:
-                    chunk = self._shown_to_features(index, piece)
-                else:
-                    chunk.choices[0] = piece
+                self._chunk.choices[0] = piece
+                chunk = self._shown_to_features(index, piece) if requests.hooks else self._chunk
                 write_chunk(chunk, self._buffer)
                 events.append(server_sent_event(self._buffer))
         return events
@@ -299,11 +297,15 @@ class OpenAIServing:
                 return flow
         return self.engine_client.generate(made, made.sampling_params, made.request_id)
 
-    async def answer(self, request: SamplingRequest, maker: AnswerMaker, outputs: Outputs, receive: Receive) -> Result:
+    async def answer(self, request: SamplingRequest, maker: AnswerMaker, outputs: Outputs, raw: Request) -> Result:
         """The whole answer, or its stream before the first byte: a refusal can still set the HTTP status."""
         if not request.stream:
-            return await run_until_disconnect(receive, self._whole(maker, outputs))
-        return self._stream(maker, await self.begin(maker.requests, outputs, receive))
+            return await run_until_disconnect(raw.receive, self._whole(maker, outputs))
+        outputs = await self.begin(maker.requests, outputs, raw.receive)
+        for part in parts("server", "direct_stream"):
+            if part.is_on(self.args):
+                outputs = part.load()(self, maker, outputs, raw.scope)
+        return self._stream(maker, outputs)
 
     async def begin(self, requests: EngineRequests, outputs: Outputs, receive: Receive) -> Outputs:
         """The same outputs, once no feature needs to wait any longer."""
@@ -328,24 +330,17 @@ class OpenAIServing:
         try:
             async with aclosing(outputs):
                 async for prompt, output in outputs:
-                    if requests.hooks:  # only features make chunks long
-                        events = await made(partial(_chunks, maker, prompt), [output])
-                    else:
-                        events = maker.chunks(prompt, output)
+                    chunks = partial(maker.chunks, prompt)  # long ones are made by features alone
+                    events = await made(chunks, [output]) if requests.hooks else chunks([output])
                     for event in events:
                         if trace.on:
                             trace.emit("sse.chunk", req=ids.engine_id(prompt), cause=ids.cause, bytes=len(event))
-                        yield event
+                    yield b"".join(events)  # one write
             if requests.ends_with_usage:
                 yield _event(maker.usage_chunk().model_dump_json(), ids)
         except Exception as error:
             yield _event(error_json(as_reported(error, ids.response)), ids)
         yield _event("[DONE]", ids)
-
-
-def _chunks(maker: AnswerMaker, prompt: int, outputs: list[RequestOutput]) -> list[bytes]:
-    [output] = outputs
-    return maker.chunks(prompt, output)
 
 
 def _event(data: str, ids: RequestIds) -> bytes:

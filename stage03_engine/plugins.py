@@ -103,6 +103,7 @@ INDEX: tuple[str | Feature, ...] = (
     "stage02_server.features.tools",
     "stage02_server.features.sampling",
     "stage02_server.features.stream_usage",
+    "stage02_server.features.direct_streams",
     "stage02_server.features.token_ids",
     "stage02_server.features.echo",
     "stage02_server.features.logprobs",

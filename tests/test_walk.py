@@ -51,8 +51,8 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Observe
         for name, value in monitored(seen.folder, os.environ).items():
             patch.setenv(name, value)
         patch.delenv("STAGES_CHECK_INVARIANTS", raising=False)  # nobody has that on who did not ask for it
-        # The compiled paths are backends: the walk is plain torch.
-        plain = ("--linear-backend", "torch", "--attention-backend", "torch")
+        # The compiled paths are backends, and the short way of a token a room: the walk is plain torch, and the long way.
+        plain = ("--linear-backend", "torch", "--attention-backend", "torch", "--no-direct-streams")
         server = ServerProcess("gpt2-tiny", "--host", "127.0.0.1", "--port", "0", *plain)
         try:
             url = server.wait_until_ready()

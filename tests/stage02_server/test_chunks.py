@@ -62,7 +62,7 @@ def written(maker: AnswerMaker, steps: list[list[tuple[int, str, str | None]]]) 
     for step in steps:
         answers = [CompletionOutput(index, text, [1], finish_reason=reason) for index, text, reason in step]
         for prompt in (0, 1):
-            chunks += maker.chunks(prompt, RequestOutput("r", None, [1], answers))
+            chunks += maker.chunks(prompt, [RequestOutput("r", None, [1], answers)])
     return [json_of(chunk) for chunk in chunks]
 
 

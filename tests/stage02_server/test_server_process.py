@@ -259,3 +259,23 @@ def test_without_uvloop_it_serves_on_asyncio(start_server: StartServer) -> None:
     server.process.send_signal(signal.SIGTERM)
     assert server.wait() == 0
     assert not any("Traceback" in line for line in server.lines)
+
+
+SPAWN = """
+import subprocess
+popen = subprocess.Popen.__init__
+def spawn(self, args, *more, **how):
+    web = [name for name in ("fastapi", "starlette", "uvicorn", "pydantic") if name in sys.modules]
+    print(f"spawns {args[2]} with {web}", file=sys.stderr, flush=True)
+    popen(self, args, *more, **how)
+subprocess.Popen.__init__ = spawn
+"""
+
+
+def test_the_engine_starts_before_the_web_framework_is_imported() -> None:
+    """Both take a second or so: at the same time, if the engine's process comes first."""
+    server = ServerProcess("gpt2-tiny", "--host", "127.0.0.1", "--port", "0", patch="import sys\n" + SPAWN)
+    try:
+        assert server.wait_for(r"spawns stage03_engine\.core\S* with (.*)")[1] == "[]"
+    finally:
+        server.close()

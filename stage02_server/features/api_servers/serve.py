@@ -86,12 +86,11 @@ async def _serve(start: Start, link: LauncherLink) -> int:
             link.tell(Alive())
 
     link.follow(partial(soon, stop.received), partial(soon, answer), lambda: _leave(start.folder))
-    connection = connection_settings(start.args)
     os.set_inheritable(start.descriptor, False)
     with socket.socket(fileno=start.descriptor) as sock:
         try:
             run = _join_others if start.restarts else run_server_worker
-            exit_code = await run(start.address, sock, start.config, start.args, stop, connection)
+            exit_code = await run(start.address, sock, start.config, start.args, stop)
         except StopRequested:
             exit_code = 0
     if trace.on:
@@ -100,8 +99,8 @@ async def _serve(start: Start, link: LauncherLink) -> int:
 
 
 async def _join_others(
-    address: str, sock: socket.socket, config: VllmConfig, args: FrontendArgs, stop: StopSignals, connection: dict[str, Any]
-) -> int:  # fmt: skip
+    address: str, sock: socket.socket, config: VllmConfig, args: FrontendArgs, stop: StopSignals
+) -> int:
     """As `run_server_worker`, but no connection is accepted before the engines are: others serve meanwhile, and would not refuse it."""
     from prometheus_client import CollectorRegistry
 
@@ -112,7 +111,7 @@ async def _join_others(
         from stage02_server.launcher import serve_http
 
         await stop.unless_stopped(engine.start())
-        return await serve_http(app, sock, address, stop, connection)
+        return await serve_http(app, sock, address, stop, connection_settings(args))
 
 
 def _leave(folder: str) -> NoReturn:

@@ -86,7 +86,8 @@ class TimedHttpProtocol(PipelinedHttpProtocol):
             self._ended("full")
             self._send_error(unavailable("Too many connections (--max-connections)."), b"503 Service Unavailable")
             return
-        self._connection: dict[object, object] = {"abort": transport.abort, "waiting": transport.get_write_buffer_size}
+        waiting = transport.get_write_buffer_size
+        self._connection: dict[object, object] = {"abort": transport.abort, "waiting": waiting, "transport": transport}
         self._time_request()
 
     def connection_lost(self, exc: Exception | None) -> None:

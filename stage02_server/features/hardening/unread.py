@@ -28,6 +28,7 @@ class Connection(TypedDict, total=False):
 
     abort: Callable[[], None]  # ends it at once
     waiting: Callable[[], int]  # bytes that were handed over and that the client has not read
+    transport: asyncio.Transport  # asyncio's own
 
 
 @dataclass(eq=False)
