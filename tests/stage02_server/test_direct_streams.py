@@ -233,7 +233,7 @@ def test_an_error_ends_the_stream_alone(broken: bool, monkeypatch: pytest.Monkey
     run(test)
 
 
-@pytest.mark.parametrize("reason", ["own middleware", "comments", "a layer of a package", "no connection"])
+@pytest.mark.parametrize("reason", ["own middleware", "comments", "a layer of a package", "no connection", "HTTP/1.0"])
 def test_who_looks_at_chunks_sees_them_all(reason: str) -> None:
     """Then the outputs are left alone."""
 
@@ -248,14 +248,15 @@ def test_who_looks_at_chunks_sees_them_all(reason: str) -> None:
             "sse_keep_alive_interval": 1.0 if reason == "comments" else 0.0,
         }
         known = {} if reason == "no connection" else {CONNECTION: {"transport": request.transport}}
-        scope: Any = {"extensions": known, "app": SimpleNamespace(user_middleware=layers)}
+        version = "1.0" if reason == "HTTP/1.0" else "1.1"
+        scope: Any = {"extensions": known, "app": SimpleNamespace(user_middleware=layers), "http_version": version}
         processor = SimpleNamespace(request_states={})
         serving: Any = SimpleNamespace(
             args=SimpleNamespace(**args), engine_client=SimpleNamespace(output_processor=processor)
         )
         outputs: Any = request._outputs()
         assert direct(serving, request.maker, outputs, scope) is outputs
-        scope |= {"extensions": {CONNECTION: {"transport": request.transport}}}
+        scope |= {"extensions": {CONNECTION: {"transport": request.transport}}, "http_version": "1.1"}
         serving.args = SimpleNamespace()
         layers[0].cls.__module__ = "stage02_server.x"
         assert direct(serving, request.maker, outputs, scope) is not outputs

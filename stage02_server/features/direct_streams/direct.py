@@ -80,7 +80,8 @@ def direct(serving: OpenAIServing, maker: AnswerMaker, outputs: Outputs, scope: 
     transport = scope.get("extensions", {}).get(CONNECTION, {}).get("transport")
     one = len(maker.requests.engine_requests) == 1 and maker.requests.n == 1
     watched = any(getattr(serving.args, flag, None) for flag in WATCHED) or not own_layers(scope)
-    if transport is None or not one or maker.requests.hooks or watched:
+    other_frames = scope.get("http_version") != "1.1"
+    if transport is None or not one or maker.requests.hooks or watched or other_frames:
         return outputs
     return DirectStream(maker, transport, serving.engine_client.output_processor.request_states).read(outputs)
 
