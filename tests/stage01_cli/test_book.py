@@ -22,7 +22,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
-from barriers import axe_source, on_page
+from barriers import axe_source, on_page, without_scripts
 from hypothesis import given, strategies as st
 from patience import PATIENCE
 
@@ -353,6 +353,33 @@ def test_nothing_bars_the_way_on_a_page_of_each_kind(browser: Any, tmp_path: Pat
     (tmp_path / "page.html").write_text(made(), encoding="utf-8")
     assert kind_of(made()) == kind
     assert barriers(browser, [(tmp_path / "page.html").as_uri()]) == []
+
+
+@pytest.mark.parametrize("kind", [kind for kind, (_, made) in KINDS.items() if made])
+def test_without_scripts_a_page_shows_what_it_looks_like_with_them(browser: Any, tmp_path: Path, kind: str) -> None:
+    """A page that needs none has its text."""
+    made = KINDS[kind][1]
+    assert made is not None
+    text = made()
+    (tmp_path / "page.html").write_text(text, encoding="utf-8")
+    ((_, pictures, words),) = without_scripts(browser, [(tmp_path / "page.html").as_uri()])
+    if "<script" in text:
+        assert len(pictures) == 1 and len(pictures[0].split()) > 10, "a picture, and what is on it"
+        assert "JavaScript, which is switched off here" in words or "JavaScript is switched off here" in words
+    else:
+        assert kind in ("file", "folder") and len(words) > 50
+
+
+@pytest.mark.long
+def test_without_scripts_the_whole_book_can_be_read(book: Path, address: str, browser: Any) -> None:
+    """Its chapters need none; every other page shows what it looks like with them."""
+    texts = {address + path.relative_to(book).as_posix(): path.read_text("utf-8") for path in book.rglob("*.html")}
+    seen = {kind_of(text) for text in texts.values()}
+    assert seen - set(KINDS) == set()
+    for page, pictures, words in without_scripts(browser, sorted(texts)):
+        assert len(words) > 30, page
+        if "<noscript" in texts[page]:
+            assert pictures and all(pictures), page
 
 
 def barriers(browser: Any, addresses: list[str], host: str | None = None) -> list[str]:
