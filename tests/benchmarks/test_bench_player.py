@@ -115,6 +115,7 @@ def test_a_key_and_the_slider(benchmark: BenchmarkFixture, opened: Any) -> None:
         found[name] = (tab.evaluate(KEY, keys), sorted(took)[len(took) // 2], cpu / len(keys), script / len(keys))
     benchmark.pedantic(tab.evaluate, args=(KEY, of_step), rounds=3)
     frames = tab.evaluate(PULL, SECONDS)
+    pulled, *cpu_of_slider = cpu_of(tab, PULL, SECONDS)
     benchmark.extra_info["events"] = count
     for name, (script, whole, *cpu) in found.items():
         benchmark.extra_info[f"ms of script for a key that moves by one {name} (aim: {MOST_SCRIPT})"] = round(script, 1)
@@ -122,4 +123,6 @@ def test_a_key_and_the_slider(benchmark: BenchmarkFixture, opened: Any) -> None:
         told = f"ms of CPU time for a key that moves by one {name}, and its picture; of which script"
         benchmark.extra_info[told] = [round(each, 1) for each in cpu]
     benchmark.extra_info[f"pictures a second while the slider is pulled (aim: {LEAST_FRAMES})"] = round(frames, 1)
+    told = "ms of CPU time for a picture of the slider; of which script"
+    benchmark.extra_info[told] = [round(each / (pulled * SECONDS), 1) for each in cpu_of_slider]
     assert 90_000 <= count <= 130_000 and tab.evaluate("player.position") < count
