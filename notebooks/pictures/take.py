@@ -198,6 +198,7 @@ OF_THE_BOOK: dict[str, tuple[str, Path, int, Do | None]] = {
     "exercises": ("lab/exercises.html", TOOLS / "book/static/exercises.webp", 1080, judge),
 }  # fmt: skip
 """Name -> where it is in the book, the file of its picture, how much of the page that shows, and what is done first."""
+LIGHT_ALONE = {"walk"}  # one such page is a file of the project
 
 
 class _Quiet(SimpleHTTPRequestHandler):
@@ -220,7 +221,7 @@ def served(book: Path | None) -> Iterator[str]:
 
 
 def take_of_the_book(browser: Any, address: str, name: str) -> None:
-    """One of the book's pages, light and dark."""
+    """One of the book's pages, light and mostly dark, too."""
     path, file, height, do = OF_THE_BOOK[name]
     page = browser.new_page(viewport={**SIZE, "height": height}, reduced_motion="reduce")
     page.goto(address + path)
@@ -228,7 +229,7 @@ def take_of_the_book(browser: Any, address: str, name: str) -> None:
         page.locator("#status:empty").wait_for(state="attached")  # until Python is there
     if do is not None:
         do(page)
-    keep(page, file, ("light", "dark"))
+    keep(page, file, ("light",) if name in LIGHT_ALONE else ("light", "dark"))
     page.close()
 
 
