@@ -20,7 +20,7 @@ from stagetrace.player.data import page_data
 from stagetrace.read.reader import Recording, Run
 
 PICTURE = (
-    '<img src="player.webp" width="1280" height="800" alt="The player in the middle of a run: the nine phases, two processes with the messages '
+    '<p>With it, the page looks like this:</p><img src="player.webp" width="1280" height="800" alt="The player in the middle of a run: the nine phases, two processes with the messages '
     'between them, the waiting queue, the running batch and its token budget, the KV-cache blocks, the requests over time">'
 )
 """What the page looks like, for those without scripts; `notebooks/pictures/take.py` takes it."""

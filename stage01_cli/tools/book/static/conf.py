@@ -43,7 +43,7 @@ def lead_to_source(app: Any, doctree: Any, docname: str) -> None:
 
 
 WITHOUT_SCRIPTS = """\
-A search needs JavaScript, which is switched off here. <a href="index.html">The first page</a> lists every chapter. A search looks so:
+A search needs JavaScript, which is switched off here. <a href="index.html">The first page</a> lists every chapter. With it, a search looks like this:
   <picture><source srcset="_static/search-dark.webp" media="(prefers-color-scheme: dark)"><img src="_static/search.webp" width="1280" height="800" alt="A \
 search for preemption: the chapters in which the word stands, each with a few lines around it"></picture>"""
 MENDED = {
