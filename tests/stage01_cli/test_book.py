@@ -426,7 +426,7 @@ def test_a_barrier_is_found(browser: Any, tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-SHARES = 12  # of the pages: each takes some five minutes on two cores
+SHARES = 24  # of the pages: a twelfth took 14 minutes on two very busy cores, and a test may take 15
 
 
 @pytest.mark.long
