@@ -185,7 +185,7 @@ lab.claim(
 # The whole recording, in a player that needs no kernel and no network: step with the arrow keys, or press play. Each event names its source line, its
 # meaning and its counterpart in vLLM. (If nothing is below, run the cell: Jupyter shows a stored page only in a notebook that it trusts.)
 #
-# ![The player in the middle of another run: the nine phases, two processes, the waiting queue, the running batch and its token budget, the KV-cache blocks, the requests over time](pictures/player.png)
+# ![The player in the middle of another run: the nine phases, two processes, the waiting queue, the running batch and its token budget, the KV-cache blocks, the requests over time](../trace/stagetrace/player/player.webp)
 #
 # *For those who only read: the player in the middle of another run, `trace/recorded/mixed`.*
 

@@ -293,7 +293,7 @@ lab.compare(who_goes=sent_away[0][1], percent_more=round(100 * (computed["tight"
 # Two requests are enough to watch it happen. Play it: space starts and stops, the arrow keys step. Each event says where in the code
 # it was emitted, and what it means.
 #
-# ![The player at a preemption: a request is back in the waiting queue and lacks all its tokens, the others hold every block](pictures/preempted.png)
+# ![The player at a preemption: a request is back in the waiting queue and lacks all its tokens, the others hold every block](pictures/preempted.webp)
 #
 # *For those who only read: the player in the middle of another run, `trace/recorded/preemption`, where a request has just been preempted.*
 

@@ -195,6 +195,10 @@ lab.compare(first_wall=first.wall, times_users_of_one_byte=round(gain, 2))
 
 # %% [markdown]
 # Move the sliders: this page is what `stages napkin --html napkin.html` writes. It computes in your browser with the same formulas, and a test compares both.
+#
+# ![The napkin: sliders for model, users and chip on the left; on the right how many users the chip serves, the three walls that limit them, and the time of a token over the number of users](../stage01_cli/tools/napkin/static/napkin.webp)
+#
+# *For those who only read: the page as it opens.*
 
 # %%
 from html import escape

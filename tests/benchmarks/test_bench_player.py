@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,21 @@ def busy_run(folder: Path) -> Run:
     return Run(events, run_ids={"busy"})
 
 
+def cpu_of(tab: Any, script: str, argument: Any) -> tuple[Any, float, float]:
+    """What the script returns, and ms of CPU time of the page's thread meanwhile: of all its tasks, and of the functions in them. Other
+    programs make the clock's times longer, these hardly."""
+    browser = tab.context.browser
+    browser.start_tracing(page=tab, categories=["devtools.timeline", "disabled-by-default-devtools.timeline"])
+    answer = tab.evaluate(script, argument)
+    spent: dict[tuple[int, int], dict[str, float]] = {}
+    for event in json.loads(browser.stop_tracing())["traceEvents"]:
+        if event["name"] in ("RunTask", "FunctionCall") and "tdur" in event:
+            thread = spent.setdefault((event["pid"], event["tid"]), {"RunTask": 0.0, "FunctionCall": 0.0})
+            thread[event["name"]] += event["tdur"] / 1000
+    ours = max(spent.values(), key=lambda thread: thread["FunctionCall"])
+    return answer, ours["RunTask"], ours["FunctionCall"]
+
+
 @pytest.fixture
 def opened(browser: Any, tmp_path: Path) -> Any:
     run = busy_run(tmp_path / "run")
@@ -95,13 +111,18 @@ def test_a_key_and_the_slider(benchmark: BenchmarkFixture, opened: Any) -> None:
     of_step = [["ArrowRight", True]] * (KEYS // 2) + [["ArrowLeft", True]] * (KEYS // 2)
     found = {}
     for name, keys in (("event", of_event), ("step", of_step)):
-        took = sorted(tab.evaluate(ONE_KEY_A_PICTURE, keys))
-        found[name] = (tab.evaluate(KEY, keys), took[len(took) // 2])
+        took, cpu, script = cpu_of(tab, ONE_KEY_A_PICTURE, keys)
+        found[name] = (tab.evaluate(KEY, keys), sorted(took)[len(took) // 2], cpu / len(keys), script / len(keys))
     benchmark.pedantic(tab.evaluate, args=(KEY, of_step), rounds=3)
     frames = tab.evaluate(PULL, SECONDS)
+    pulled, *cpu_of_slider = cpu_of(tab, PULL, SECONDS)
     benchmark.extra_info["events"] = count
-    for name, (script, whole) in found.items():
+    for name, (script, whole, *cpu) in found.items():
         benchmark.extra_info[f"ms of script for a key that moves by one {name} (aim: {MOST_SCRIPT})"] = round(script, 1)
         benchmark.extra_info[f"ms to the next picture after a key that moves by one {name}"] = round(whole, 1)
+        told = f"ms of CPU time for a key that moves by one {name}, and its picture; of which script"
+        benchmark.extra_info[told] = [round(each, 1) for each in cpu]
     benchmark.extra_info[f"pictures a second while the slider is pulled (aim: {LEAST_FRAMES})"] = round(frames, 1)
+    told = "ms of CPU time for a picture of the slider; of which script"
+    benchmark.extra_info[told] = [round(each / (pulled * SECONDS), 1) for each in cpu_of_slider]
     assert 90_000 <= count <= 130_000 and tab.evaluate("player.position") < count

@@ -124,6 +124,17 @@ def test_a_reader_finds_question_prediction_and_exercise(source: Path) -> None:
     assert re.search(r"`(v1|entrypoints|engine|model_executor|utils)[/.]", "\n".join(c.source for c in cells))
 
 
+@EACH
+def test_a_page_in_a_frame_has_its_picture_beside_it(source: Path) -> None:
+    """Hosts of notebooks leave frames out, and so does Jupyter where it does not trust one."""
+    cells = committed(source).cells
+    for place, cell in enumerate(cells):
+        if "<iframe" in json.dumps(cell.get("outputs", [])):
+            beside = "".join(each.source for each in cells[place - 1 : place + 2] if each.cell_type == "markdown")
+            shown = re.findall(r"^!\[([^\]]{40,})\]\(([^)]+)\)$", beside, re.M)
+            assert shown and all((build.FOLDER / file).is_file() for _, file in shown), cell.id
+
+
 DESCRIPTIONS = re.findall(r"^\| (\*[^*|]+\*) \|", (build.FOLDER / "MAP.md").read_text(encoding="utf-8"), re.M)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import fcntl
+import io
 import os
 import pty
 import re
@@ -22,6 +23,8 @@ from patience import PATIENCE
 from server_under_test import ServerProcess
 
 from stage01_cli.main import COMMANDS, make_parser
+from stage03_engine.llm import LLM
+from stagetrace import terminal
 from stagetrace.terminal import folded, shortened
 
 ROOT = Path(__file__).parents[2]
@@ -284,6 +287,26 @@ def test_one_place_decides() -> None:
                 if name not in allowed and (asks or text.startswith("\x1b[") or text in ("NO_COLOR", "FORCE_COLOR")):
                     wrong.append(f"{name}:{node.lineno}")
     assert not wrong
+
+
+class Screen(io.StringIO):
+    """A standard error that is a terminal, or none."""
+
+    def __init__(self, is_terminal: bool) -> None:
+        super().__init__()
+        self.isatty = lambda: is_terminal  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(("is_terminal", "after", "seen"), [(True, 0.0, True), (True, 1e9, False), (False, 0.0, False)])
+def test_how_far_the_weights_are_is_said_in_a_terminal_if_they_take_long(
+    is_terminal: bool, after: float, seen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", screen := Screen(is_terminal))
+    monkeypatch.setattr(terminal, "COUNTED_AFTER", after)
+    LLM("gpt2-tiny", linear_backend="onednn")
+    for what in ("loading the weights: ", "packing the weights: "):
+        assert (what in screen.getvalue()) is seen
+    assert seen or not screen.getvalue()
 
 
 def test_folding_keeps_every_word_and_finds_the_column() -> None:

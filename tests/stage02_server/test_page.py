@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from barriers import without_scripts
 from opened_page import Opened
 from patience import PATIENCE
 from server_under_test import ServerProcess
@@ -61,6 +62,12 @@ def server() -> Iterator[ServerProcess]:
     server.wait_until_ready()
     yield server
     server.close()
+
+
+def test_without_scripts_it_shows_what_it_looks_like_with_them(browser: Any, server: ServerProcess) -> None:
+    """And how to ask without it."""
+    ((_, pictures, words),) = without_scripts(browser, [server.url])
+    assert len(pictures) == 1 and "playground" in pictures[0] and "POST v1/completions" in words
 
 
 @pytest.fixture

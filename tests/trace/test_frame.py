@@ -46,7 +46,7 @@ def test_only_the_templates_have_a_head() -> None:
 
 @pytest.mark.parametrize("reach", get_args(Reach))
 def test_a_page_runs_its_own_script_and_reaches_no_other_host(reach: Reach) -> None:
-    page, policy = framed("a < b", "<p>x</p>\n", "p {}", "1 < 2", {"x": "</script>"}, reach)
+    page, policy = framed("a < b", "<p>x</p>\n", "p {}", "1 < 2", {"x": "</script>"}, PLAYER, reach)
     assert policy in page and "<title>a &lt; b</title>" in page and page.count("</script>") == 2
     assert re.match(
         r"default-src 'none'; script-src ('self' 'wasm-unsafe-eval' )?'sha256-[^']+'; style-src 'sha256-[^']+';", policy

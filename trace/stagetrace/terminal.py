@@ -10,14 +10,16 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 RESET, BOLD, DIM, RED, YELLOW = "\x1b[0m", "\x1b[1m", "\x1b[2m", "\x1b[31m", "\x1b[33m"
 PIPE_WIDTH = 120  # columns when the output is no terminal
+COUNTED_AFTER = 1.0  # seconds: what takes less is not counted
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _PARTS = re.compile(r" +|[^ ]+")
+_T = TypeVar("_T")
 
 
 def wants_colour(choice: str = "auto", stream: TextIO | None = None) -> bool:
@@ -37,6 +39,15 @@ def is_terminal(stream: TextIO) -> bool:
         return stream.isatty()
     except ValueError:
         return False
+
+
+def counted(things: Collection[_T], what: str) -> Iterable[_T]:
+    """The same things. While they take long, standard error says how far `what` is, if it is a terminal."""
+    if not is_terminal(sys.stderr):
+        return things
+    from tqdm import tqdm
+
+    return tqdm(things, desc=what, leave=False, delay=COUNTED_AFTER)
 
 
 def width_of_output(stream: TextIO | None = None) -> int:

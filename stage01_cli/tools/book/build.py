@@ -96,7 +96,7 @@ def write_tree(tree: Path, with_lab: bool = False, with_exercises: bool = False)
         tree / "index.md", _index(front, [*parts(), ("Look it up", [Path("players.md"), Path("reference.md")])], Path())
     )
     (tree / "_static").mkdir()
-    for name in ("book.css", "favicon.svg"):
+    for name in ("book.css", "favicon.svg", "search.webp", "search-dark.webp"):
         shutil.copy(STATIC / name, tree / "_static")
     _write(tree / "conf.py", (STATIC / "conf.py").read_text(encoding="utf-8").replace("@ROOT@", str(ROOT)))
     return named

@@ -88,7 +88,7 @@ def build_page(start: dict[str, Any]) -> str:
     pool = (STATIC / "pool_in_lab.txt").read_text(encoding="utf-8")
     data = {"start": start, "exercises": found, "pool_in_lab": pool}
     body, style = ((STATIC / f"exercises.{kind}").read_text(encoding="utf-8") for kind in ("html", "css"))
-    return framed("The exercises, in the browser", body, style, script, data, "python")[0]
+    return framed("The exercises, in the browser", body, style, script, data, STATIC, "python")[0]
 
 
 def _row(exercise: Exercise) -> dict[str, Any]:

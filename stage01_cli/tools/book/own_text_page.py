@@ -48,4 +48,4 @@ def build_page(start: dict[str, object]) -> str:
     config = json.loads((MODEL / "config.json").read_text(encoding="utf-8"))
     data = {"start": start, "layers": config["n_layer"], "heads": config["n_head"]}
     body, style = ((STATIC / f"own_text.{kind}").read_text(encoding="utf-8") for kind in ("html", "css"))
-    return framed("Your own text, in the browser", body, style, script, data, "python")[0]
+    return framed("Your own text, in the browser", body, style, script, data, STATIC, "python")[0]

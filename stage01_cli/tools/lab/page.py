@@ -26,7 +26,10 @@ def build_page(how: dict[str, Any]) -> tuple[str, str]:
         "starter": read_static(STARTER),
     }  # fmt: skip
     reach: Reach = "python" if how["mode"] == "static" else "server"
-    return framed("The scheduler's laboratory", read_static("lab.html"), read_static("lab.css"), script, data, reach)
+    folder = files("stage01_cli.tools.lab").joinpath("static")
+    return framed(
+        "The scheduler's laboratory", read_static("lab.html"), read_static("lab.css"), script, data, folder, reach
+    )
 
 
 def read_static(name: str) -> str:

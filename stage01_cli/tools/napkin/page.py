@@ -18,7 +18,8 @@ def build_page() -> str:
         "chips": {name: asdict(chip) for name, chip in CHIPS.items()}, "chip": "H100",
         "numbers": {flag: numbers[:3] for flag, numbers in NUMBERS.items()}, "walls": WALLS,
     }  # fmt: skip
-    return framed("The napkin", read_static("napkin.html"), read_static("napkin.css"), script, data)[0]
+    folder = files("stage01_cli.tools.napkin").joinpath("static")
+    return framed("The napkin", read_static("napkin.html"), read_static("napkin.css"), script, data, folder)[0]
 
 
 def read_static(name: str) -> str:

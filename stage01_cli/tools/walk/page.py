@@ -9,7 +9,7 @@ from typing import Any
 from stage01_cli.tools.walk.notes import ROOT
 from stage01_cli.tools.walk.path import Path, Row
 from stage01_cli.tools.walk.text import PHASES, came_over
-from stagetrace.player.build import assemble
+from stagetrace.player.build import assemble, embedded
 from stagetrace.player.frame import tokens
 from stagetrace.vocabulary import VOCABULARY
 
@@ -19,7 +19,7 @@ def page_of(path: Path, title: str, phases: frozenset[int]) -> str:
     rows = [row for row in path.rows if not phases or row.phase in phases]
     folder = files("stage01_cli.tools.walk")
     html, css, js = ((folder / f"walk.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js"))
-    return assemble(html, title, tokens() + css, js, _data(path, rows, title))
+    return assemble(embedded(html, folder), title, tokens() + css, js, _data(path, rows, title))
 
 
 def _data(path: Path, rows: list[Row], title: str) -> dict[str, Any]:

@@ -51,6 +51,8 @@ def build_page() -> tuple[str, str]:
     icon = (
         "data:image/svg+xml;base64," + base64.b64encode(_icon()).decode()
     )  # part of the page: no second request for it
+    picture = base64.b64encode(folder.joinpath("page.webp").read_bytes()).decode()  # for those without scripts
+    text = text.replace('"page.webp"', f'"data:image/webp;base64,{picture}"')
     page = text.replace("@@STYLE@@", style).replace("@@SCRIPT@@", script).replace("@@ICON@@", icon)
     policy = (
         f"default-src 'none'; script-src '{_hash(script)}'; connect-src 'self'; style-src '{_hash(style)}'; "

@@ -22,11 +22,11 @@ from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import load
 from stage03_engine.model_path import weight_files, weight_format
 from stagetrace import trace
+from stagetrace.terminal import counted
 
 
 def checkpoint_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """(name, memory-mapped tensor) of every tensor in a folder, one at a time. Raises as `weight_files` does, and
-    ConfigError for a file that cannot be read."""
+    """(name, memory-mapped tensor) of every tensor in a folder. Raises as `weight_files` does, and ConfigError for a file that cannot be read."""
     for file in weight_files(folder):
         try:
             with safe_open(file, framework="pt") as checkpoint:
@@ -50,11 +50,11 @@ def get_model(
     for hook in hooks:
         tensors = hook.weights(tensors, model)
     model.load_weights(tensors)
-    for parameter in model.parameters():  # those already in this format and on this device are not copied
+    weights = list(model.parameters())
+    for parameter in counted(weights, "loading the weights"):  # copied, unless it is here in this format already
         parameter.data = parameter.data.to(device=device, dtype=dtype)
     model.to(device)  # moves the buffers, which keep their format
     if trace.on:
-        weights = list(model.parameters())
         num_bytes, seconds = sum(p.nbytes for p in weights), round(time.monotonic() - started, 4)
         trace.emit("weights.loaded", tensors=len(weights), bytes=num_bytes, seconds=seconds)
     return model.eval()

@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,11 @@ from stagetrace.figures.style import css_colours
 from stagetrace.player.data import page_data
 from stagetrace.read.reader import Recording, Run
 
+PICTURE = (
+    '<p>With it, the page looks like this:</p><img src="player.webp" width="1280" height="800" alt="The player in the middle of a run: the nine phases, two processes with the messages '
+    'between them, the waiting queue, the running batch and its token budget, the KV-cache blocks, the requests over time">'
+)
+"""What the page looks like, for those without scripts; `notebooks/pictures/take.py` takes it."""
 SCRIPTS = ("replay.js", "canvas.js", "timeline.js", "panels.js", "details.js", "chances.js", "tour.js", "controls.js")
 
 
@@ -26,11 +32,13 @@ def page(
     compare: str | Path | Recording | Run | None = None,
     start: str = "",
     root: Path | None = None,
+    picture: bool = True,
 ) -> str:
     """A whole HTML page that plays `recording`, beside `compare` if there is one, with their steps synchronised.
 
     `start` is where it opens, as its links say it (`step=12`, `req=r3`, `e=124`); by default at the first step with a request.
     `root` is the project's folder, for a page that stays on this machine: it links to the files in it, which others do not have.
+    Without scripts it shows a `picture` of a player, except where one stands beside the page.
 
     It opens from a file, in a notebook and in an iframe, and loads nothing: its Content-Security-Policy forbids
     every connection and every script but its own. Raises FileNotFoundError if there is no recording, TraceError if
@@ -46,17 +54,19 @@ def page(
         _colours() + lean(_template("tokens.css") + _template("player.css")),
         script,
         pack(data),
+        embedded(PICTURE, files("stagetrace.player")) if picture else "",
     )
 
 
-def assemble(template: str, title: str, style: str, script: str, data: Any) -> str:
-    """A template with its TITLE, STYLE, SCRIPT, SCRIPT_HASH and DATA, each between `@@`. Whatever text the data hold, it stays data."""
+def assemble(template: str, title: str, style: str, script: str, data: Any, picture: str = "") -> str:
+    """A template with its TITLE, STYLE, SCRIPT, SCRIPT_HASH, DATA and PICTURE, each between `@@`. Whatever text the data hold, it stays data."""
     parts = {
         "TITLE": html.escape(title),
         "SCRIPT_HASH": csp_hash(script),
         "STYLE": style,
         "DATA": harmless(msgspec.json.encode(data, enc_hook=str).decode()),
         "SCRIPT": script,
+        "PICTURE": picture,
     }
     return fill(template, parts)
 
@@ -65,6 +75,15 @@ def fill(template: str, parts: Mapping[str, str]) -> str:
     """A template with these parts in the place of their names, each between `@@`. Raises KeyError for a name that has no part."""
     pieces = template.split("@@")  # text, NAME, text, NAME, ...: what a client wrote is never looked at again
     return "".join(parts[piece] if place % 2 else piece for place, piece in enumerate(pieces))
+
+
+def embedded(text: str, folder: Traversable) -> str:
+    """HTML with the pictures in it that it names and `folder` has: a page loads nothing."""
+    for file in folder.iterdir():
+        if file.name.endswith(".webp") and f'"{file.name}"' in text:
+            data = base64.b64encode(file.read_bytes()).decode()
+            text = text.replace(f'"{file.name}"', f'"data:image/webp;base64,{data}"')
+    return text
 
 
 def _colours() -> str:
@@ -124,5 +143,6 @@ class Player:
 def show(
     recording: str | Path | Recording | Run, compare: str | Path | Recording | Run | None = None, height: int = 640
 ) -> Player:
-    """The page of `page()` for a notebook cell. Raises the same errors."""
-    return Player(page(recording, compare), height)
+    """The page of `page()` for a notebook cell. Raises the same errors. Its picture stands beside the cell, where hosts of notebooks show it
+    too, which leave out the page; and so a notebook holds it once."""
+    return Player(page(recording, compare, picture=False), height)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import html
 import json
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 from typing import Any, Literal
 
 from stagetrace.figures.style import KINDS, css_colours
-from stagetrace.player.build import csp_hash, fill, harmless
+from stagetrace.player.build import csp_hash, embedded, fill, harmless
 
 Reach = Literal["nothing", "server", "python"]
 RULES: dict[Reach, tuple[str, str]] = {
@@ -19,8 +20,11 @@ RULES: dict[Reach, tuple[str, str]] = {
 """What a page may reach -> what its Content-Security-Policy says of scripts, and of the rest. A page never reaches another host."""
 
 
-def framed(title: str, body: str, style: str, script: str, data: Any, reach: Reach = "nothing") -> tuple[str, str]:
-    """The page, and the Content-Security-Policy that it carries: it runs its own script and no other. `data` is JSON to the script."""
+def framed(
+    title: str, body: str, style: str, script: str, data: Any, pictures: Traversable, reach: Reach = "nothing"
+) -> tuple[str, str]:
+    """The page, and the Content-Security-Policy that it carries: it runs its own script and no other. `data` is JSON to the script.
+    The folder `pictures` has what the body's <noscript> shows: the page while its script runs, light and dark."""
     style = _shared_style() + style
     scripts, rest = RULES[reach]
     policy = (
@@ -28,7 +32,7 @@ def framed(title: str, body: str, style: str, script: str, data: Any, reach: Rea
         f"base-uri 'none'; form-action 'none'{rest}"
     )
     parts = {
-        "TITLE": html.escape(title), "POLICY": policy, "STYLE": style, "BODY": body, "SCRIPT": script,
+        "TITLE": html.escape(title), "POLICY": policy, "STYLE": style, "BODY": embedded(body, pictures), "SCRIPT": script,
         "DATA": harmless(json.dumps(data)),
     }  # fmt: skip
     return fill(_read("frame.html"), parts), policy

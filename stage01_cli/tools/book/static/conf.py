@@ -42,15 +42,20 @@ def lead_to_source(app: Any, doctree: Any, docname: str) -> None:
             node["internal"] = True
 
 
+WITHOUT_SCRIPTS = """\
+A search needs JavaScript, which is switched off here. <a href="index.html">The first page</a> lists every chapter. With it, a search looks like this:
+  <picture><source srcset="_static/search-dark.webp" media="(prefers-color-scheme: dark)"><img src="_static/search.webp" width="1280" height="800" alt="A \
+search for preemption: the chapters in which the word stands, each with a few lines around it"></picture>"""
 MENDED = {
+    "Please activate JavaScript to enable the search functionality.": WITHOUT_SCRIPTS,
     '<p class="caption" role="heading">': '<p class="caption" role="heading" aria-level="2">',
     "<pre>": '<pre tabindex="0">',
     '<div class="table-wrapper ': '<div tabindex="0" class="table-wrapper ',
 }
 
 
-def for_ears_and_keys(app: Any, exception: Exception | None) -> None:
-    """A caption says which level of heading it is; code and tables that are wider than their box can be scrolled with the keys. What Sphinx has only copied stays as it is: a page
+def mend(app: Any, exception: Exception | None) -> None:
+    """Without scripts the search shows what it looks like with them. A caption says which level of heading it is; code and tables that are wider than their box can be scrolled with the keys. What Sphinx has only copied stays as it is: a page
     with a script of its own carries the script's hash."""
     for page in Path(app.outdir).rglob("*.html"):
         if not Path(app.srcdir, "_extra", page.relative_to(app.outdir)).exists():
@@ -64,5 +69,5 @@ def setup(app: Any) -> dict[str, bool]:
     """Sphinx calls it."""
     app.add_config_value("book_root", Path("@ROOT@"), "env")
     app.connect("doctree-resolved", lead_to_source)
-    app.connect("build-finished", for_ears_and_keys)
+    app.connect("build-finished", mend)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -13,6 +13,7 @@ from stage03_engine.core.models.layers import LanguageModel, Linear
 from stage04_kernels.backends.linear import ByRows, Pack, fastest, get_linear_backend
 from stage04_kernels.layers import layer_kernels
 from stagetrace import trace
+from stagetrace.terminal import counted
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,8 @@ def both(few: Pack, many: Pack) -> Pack:
 def pack_model(model: nn.Module, pack: Pack, gelu: object, head: Pack | None = None) -> None:
     """Let packed weights multiply in all linear layers where nothing else does already, and make the logits; `head` packs the output matrix, if that is
     packed otherwise."""
-    for module in model.modules():
+    packable = [module for module in model.modules() if isinstance(module, Linear | LanguageModel)]
+    for module in counted(packable, "packing the weights"):
         if isinstance(module, Linear) and module.product is None:
             pack_layer(module, pack, gelu)
         elif isinstance(module, LanguageModel):
