@@ -18,7 +18,7 @@ from race import __main__ as program, quantized
 from race.checkpoint import make_checkpoint
 from race.entrant import Command, Entrant, Failed, Setup
 from race.machine import physical_cores
-from race.process import Engine, Offline, Server, prepare
+from race.process import Engine, Offline, Server, family, prepare
 from race.record import digest
 from race.table import details
 from race.turns import Lane, Repetition, Turns, lanes
@@ -134,6 +134,26 @@ def test_who_dies_hangs_or_refuses_is_out_of_the_workload_with_one_line(setup: S
             f"peer hangs, {workload}: {workload} took more than 0.2 s (see {logs}/peer-hangs-offline.log)",
         )
     ]
+
+
+def test_who_waits_for_its_turn_stands_still_and_so_do_its_children(setup: Setup) -> None:
+    """Some engines compute while nobody asks them; that would count against the one that is asked."""
+    with_child = f"import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', 'input()'], stdin=subprocess.PIPE){WORKER}"
+    entrants = [
+        Entrant("peer", "1", "float32", how, Command([sys.executable, "-c", with_child, how]), None) for how in "ab"
+    ]
+    states: list[set[str]] = []
+
+    def see(line: str) -> None:
+        members = [each for lane in track if lane.engine for each in family(lane.engine.watched)]
+        assert len(members) % 2 == 0
+        states.append({each.status() for each in members})
+
+    with lanes(entrants, lambda entrant: Offline(entrant, setup, 60)) as track:
+        Turns(2, 1, see, lambda repetition: None, pytest.fail).run("W1", track)
+        processes = [each for lane in track if lane.engine for each in family(lane.engine.watched)]
+    assert states == [{psutil.STATUS_STOPPED}] * 6 and len(processes) == 4
+    assert not any(each.is_running() for each in processes)
 
 
 def test_a_server_that_hangs_refuses_or_says_too_little_is_out_too(setup: Setup) -> None:

@@ -63,8 +63,21 @@ class Engine:
         """What to raise when the time is up."""
         return Failed(f"{what} took more than {self.limit:g} s (see {self.log})")
 
+    def pause(self) -> None:
+        """Stop it and its children until `resume`: some engines compute while they wait, and would take that from the one whose turn it is."""
+        for each in family(self.watched):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.suspend()
+
+    def resume(self) -> None:
+        """Let it go on."""
+        for each in family(self.watched):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.resume()
+
     def close(self) -> None:
         """End it and its children: with a request first, by force after ten seconds."""
+        self.resume()  # one that is stopped hears no request
         end(self.watched)
         with contextlib.suppress(OSError):
             for pipe in filter(None, (self.process.stdin, self.process.stdout)):
@@ -156,14 +169,20 @@ def prepare(entrant: Entrant, limit: float) -> None:
         raise Failed((result.stderr.strip() or f"exit code {result.returncode}").splitlines()[-1])
 
 
+def family(process: psutil.Process) -> list[psutil.Process]:
+    """A process and all that it has started; empty if it is gone."""
+    try:
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
 def end(process: psutil.Process) -> None:
     """End a process and its children: politely, then by force after ten seconds."""
-    try:
-        family = [process, *process.children(recursive=True)]
+    members = family(process)
+    with contextlib.suppress(psutil.NoSuchProcess):
         process.terminate()
-    except psutil.NoSuchProcess:
-        return
-    _, alive = psutil.wait_procs(family, timeout=10)
+    _, alive = psutil.wait_procs(members, timeout=10)
     for each in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
             each.kill()

