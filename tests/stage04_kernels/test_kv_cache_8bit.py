@@ -124,12 +124,13 @@ def test_written_slot_by_slot_and_moved_block_by_block(
 # Attention
 
 batches = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 40)), min_size=1, max_size=4)
+decodes = st.lists(st.tuples(st.just(1), st.integers(60, 150)), min_size=4, max_size=6)  # what they share is read once
 cases = st.builds(
-    lambda batch, heads, dim, block, pad, window, dtype, seed: make_attention_case(
+    lambda batch, shared, heads, dim, block, pad, window, dtype, seed: make_attention_case(
         [query for query, _ in batch], [before for _, before in batch], num_heads=heads[0], num_kv_heads=heads[1], head_dim=dim,
-        block_size=block, num_padding=pad, window=window, dtype=dtype, seed=seed,
+        block_size=block, num_shared=shared, num_padding=pad, window=window, dtype=dtype, seed=seed,
     ),
-    batches, st.sampled_from([(4, 4), (6, 2), (3, 1)]), st.sampled_from([4, 16, 20, 64]), st.sampled_from([1, 4, 16]),
+    batches | decodes, st.sampled_from([0, 8, 80]), st.sampled_from([(4, 4), (6, 2), (3, 1)]), st.sampled_from([4, 16, 20, 64]), st.sampled_from([1, 4, 16]),
     st.integers(0, 2), st.sampled_from([None, None, 7]), st.sampled_from([torch.float32, torch.bfloat16]), st.integers(0, 99),
 )  # fmt: skip
 

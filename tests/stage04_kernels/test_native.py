@@ -65,22 +65,31 @@ FORMATS = st.sampled_from([torch.float32, torch.bfloat16])
 batches = st.lists(
     st.tuples(st.sampled_from([1, 2, 3, 5, 63, 65, 127, 129, 130]), st.integers(0, 200)), min_size=1, max_size=5
 )
+# Decodes that begin with the same blocks are read together, from four on; others among them, and too many for a tile.
+decodes = st.sampled_from([0, 100, 250]).flatmap(
+    lambda least: st.lists(
+        st.tuples(st.sampled_from([1, 1, 1, 1, 1, 4]), st.integers(least, 300)), min_size=4, max_size=9
+    ).flatmap(lambda some: st.sampled_from([some, some * 5]))
+)
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    batch=batches, heads=st.sampled_from([(2, 2), (4, 2), (3, 1), (6, 1)]), head_dim=st.sampled_from([7, 16, 64, 80]),
+    batch=batches | decodes, num_shared=st.sampled_from([0, 4, 9, 70, 150]),
+    heads=st.sampled_from([(2, 2), (4, 2), (3, 1), (6, 1)]), head_dim=st.sampled_from([7, 16, 64, 80]),
     block_size=st.sampled_from([1, 5, 16, 32]), window=st.none() | st.integers(1, 150), dtype=FORMATS, seed=st.integers(0, 99),
 )  # fmt: skip
 def test_the_bits_of_attention_depend_on_the_row_and_its_context_only(
-    batch: list[tuple[int, int]], heads: tuple[int, int], head_dim: int, block_size: int, window: int | None,
+    batch: list[tuple[int, int]], num_shared: int, heads: tuple[int, int], head_dim: int, block_size: int, window: int | None,
     dtype: torch.dtype, seed: int,
 ) -> None:  # fmt: skip
-    """In a batch, its prompt whole = alone, each token a decode. And all of it is what the oracle says."""
+    """In a batch whose prompts begin alike, its prompt whole = alone, each token a decode. And all of it is what the oracle says."""
     case = make_attention_case(
         [q for q, _ in batch], [c for _, c in batch], num_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim,
-        block_size=block_size, dtype=dtype, window=window, seed=seed,
+        block_size=block_size, num_shared=num_shared, dtype=dtype, window=window, seed=seed,
     )  # fmt: skip
+    table = case.metadata.block_table  # behind what a request needs stands anything, say what stood there before
+    table.copy_(torch.where(table < 0, table.max(0).values, table))
     attend, cache, slow_cache = get_backend("native"), case.kv_cache.clone(), case.kv_cache.clone()
     together = attend(case.query, case.key, case.value, cache, case.metadata, case.scale, window)
     slow = get_backend("reference")(case.query, case.key, case.value, slow_cache, case.metadata, case.scale, window)

@@ -816,6 +816,7 @@ static const Coding CODINGS[] = {
 constexpr int SPAN = 64, TILE = 128;
 constexpr int KEYS = V < 8 ? 8 : V;  // scored side by side: enough sums that no multiply-add waits for the one before
 constexpr int ROWS = 3;  // mixed side by side
+constexpr int MIN_MEMBERS = 4;  // so many requests share what they read
 constexpr int MANY = 8;  // with so many rows it pays to turn the keys
 constexpr int FEW = 3;  // with so few rows the copies cost more than they save: keys and values are taken where they lie
 
@@ -860,6 +861,18 @@ static inline floats lane_sums(floats* x) {
   return x[0];
 }
 
+// What requests of one token each that begin with the same blocks have in common. It is read once for all of them (as in cascade attention, but
+// nothing is merged: each row goes on where it is, so no bit changes).
+struct Prefixes {
+  struct Group {
+    std::vector<long> members;  // requests
+    long end;  // their common positions are 0 to `end`
+  };
+  std::vector<Group> groups;
+  std::vector<long> end, place;  // of each request: how much of it is read so, and where its state is
+  std::vector<float> states;  // of each member and query head: its sums, largest score and total
+};
+
 template <class T> struct Attention {
   const T* query;  // [num_tokens, heads, dim], `query_row` numbers from token to token
   const T *keys, *values;
@@ -869,6 +882,13 @@ template <class T> struct Attention {
   float scale;
   const Coding* coding = nullptr;  // keys and values are codes, whatever their type says
   long scale_bytes = 0;  // of one head of one token: 4 or 0
+  Prefixes* prefixes = nullptr;
+
+  long wide() const { return (dim + NR - 1) / NR * NR; }
+  long read_before(long request) const { return prefixes->end[request]; }
+  float* state(long request, long query_head) const {
+    return prefixes->states.data() + (prefixes->place[request] * heads + query_head) * (wide() + 2);
+  }
 
   // Where a head of a token lies.
   const T* place(const T* cache, int64_t block, long offset, long head) const {
@@ -1159,44 +1179,125 @@ template <class T> static Region region_of(const Attention<T>& a, const Item& it
   const long group = a.heads / a.kv_heads, num_tokens = a.starts[item.request + 1] - a.starts[item.request];
   const long before = a.lengths[item.request] - num_tokens, last_row = std::min(item.first + TILE, num_tokens * group) - 1;
   const long begin = a.window > 0 ? std::max(0L, before + item.first / group + 1 - a.window) : 0, end = before + last_row / group + 1;
-  const long low = std::max(at, begin);
+  const long low = std::max({at, begin, a.read_before(item.request)});
   return {a.table + item.request * a.table_row, item.head, item.heads, low, std::min(low / SPAN * SPAN + SPAN, end)};
 }
 
+// Rows of queries that read the same key/value head, and what has come of them so far.
+template <class T> struct Rows {
+  int count;
+  const long *begin, *end;  // the positions that each sees
+  const Kept<T>* queries;  // [count, wide]
+  float *mixed, *scores, *largest, *total;  // [count, wide], [count, SPAN], [count], [count]
+};
+
+// Each row takes what it sees of positions low to high, in the span that begins at `at`. Before each part that is read, keys_ahead or
+// values_ahead (number of positions) asks for what is read later.
+template <class T, class KeysAhead, class ValuesAhead>
+static void attend_span(
+    const Attention<T>& a, Reader<T>& reader, const Rows<T>& rows, float* turned, long at, long low, long high, KeysAhead keys_ahead,
+    ValuesAhead values_ahead
+) {
+  const long wide = reader.wide;
+  const bool is_turned = !reader.in_place && rows.count >= MANY;
+  int from[TILE], to[TILE];
+  reader.read(a.keys, at, low, high, keys_ahead, [&](const auto* keys, long stride, int first, int last) {
+    if (is_turned) turn((const float*)reader.span, turned, wide * sizeof(Kept<T>) / 4);
+    int r = 0;
+    for (; is_turned && r + ROWS <= rows.count; r += ROWS) {
+      const int begins = (*std::min_element(rows.begin + r, rows.begin + r + ROWS) - at) / KEYS * KEYS;
+      const int ends = std::min<long>(last, *std::max_element(rows.end + r, rows.end + r + ROWS) - at);
+      score_turned<Kept<T>, ROWS>(
+          rows.queries + r * wide, turned, wide, a.scale, rows.scores + r * SPAN, std::max(first, begins), ends
+      );
+    }
+    for (; r < rows.count; r++) {
+      const int begins = std::max<long>(first, (rows.begin[r] - at) / KEYS * KEYS), ends = std::min<long>(last, rows.end[r] - at);
+      const auto* own = keys + (begins - first) * stride;
+      score(rows.queries + r * wide, own, stride, wide, a.scale, rows.scores + r * SPAN + begins, ends - begins);
+    }
+  });
+  for (int r = 0; r < rows.count; r++) {
+    from[r] = std::max(rows.begin[r] - at, 0L), to[r] = std::min<long>(rows.end[r] - at, SPAN);
+    if (from[r] >= to[r]) continue;
+    const float rescale = weigh<Kept<T>>(rows.scores + r * SPAN, from[r], to[r], rows.largest[r], rows.total[r]);
+    float* mixed = rows.mixed + r * wide;
+    if (rescale != 1.0f)
+      for (long d = 0; d < wide; d += V) store(mixed + d, load(mixed + d) * rescale);
+  }
+  reader.read(a.values, at, low, high, values_ahead, [&](const auto* values, long stride, int first, int last) {
+    const auto part = [&](auto m, int r, int low, int high) {  // keys low to high, as far as they are here
+      low = std::max(low, first), high = std::min(high, last);
+      const auto* weights = (const Kept<T>*)(rows.scores + r * SPAN);
+      mix<m>(weights, values + (low - first) * stride, stride, wide, rows.mixed + r * wide, low, high);
+    };
+    const std::integral_constant<int, 1> one;
+    const std::integral_constant<int, ROWS> together;
+    int r = 0;
+    for (; r + ROWS <= rows.count; r += ROWS) {  // what all of them see, they take together, from an even key on, so that no pair is divided
+      const int low = (*std::max_element(from + r, from + r + ROWS) + 1) & -2;
+      const int high = std::max(low, *std::min_element(to + r, to + r + ROWS) & -2);
+      for (int m = r; m < r + ROWS; m++) part(one, m, from[m], std::min(low, to[m]));
+      part(together, r, low, high);
+      for (int m = r; m < r + ROWS; m++) part(one, m, std::max(high, from[m]), to[m]);
+    }
+    for (; r < rows.count; r++) part(one, r, from[r], to[r]);
+  });
+}
+
+// The memory of a tile of rows.
+template <class T> struct Work {
+  float *mixed, *scores, *turned;
+  Kept<T> *span, *queries;
+  float largest[TILE], total[TILE];
+  long begin[TILE] = {}, end[TILE] = {};
+
+  Work(float* memory, long wide) : mixed(memory), scores(mixed + TILE * wide), turned(scores + TILE * SPAN),
+                                   span((Kept<T>*)(turned + SPAN * wide)), queries(span + SPAN * wide) {}
+  static size_t size(long wide) { return (2 * SPAN + 2 * TILE) * wide + TILE * SPAN; }
+
+  // `count` rows from `first` on, which see what rows 0 to `count` see.
+  Rows<T> rows(long first, int count, long wide) {
+    return {count, begin, end, queries + first * wide, mixed + first * wide, scores + first * SPAN, largest + first, total + first};
+  }
+
+  // Row i before it has seen anything, or what it has seen.
+  void begin_row(long i, long wide, const float* state) {
+    if (state)
+      std::copy_n(state, wide, mixed + i * wide), largest[i] = state[wide], total[i] = state[wide + 1];
+    else
+      std::fill_n(mixed + i * wide, wide, 0.0f), largest[i] = -INFINITY, total[i] = 0.0f;
+  }
+};
+
 // An item. Row r of a head is token r / group of the request, and one of the `group` query heads that share the key/value head. While one
 // span is read, the memory is asked for the next one, at last for the first span of the item that follows; `is_called`: that was done for this one.
-// `work` is memory for `work_size` numbers, whatever they are.
+// `memory` is for Work, whatever is in it.
 template <class T>
-static void attend_tile(const Attention<T>& a, const Item& item, const Item* following, bool is_called, float* work) {
+static void attend_tile(const Attention<T>& a, const Item& item, const Item* following, bool is_called, float* memory) {
   const auto [request, first, head, heads] = item;
-  const long group = a.heads / a.kv_heads, wide = (a.dim + NR - 1) / NR * NR;
+  const long group = a.heads / a.kv_heads, wide = a.wide(), before = a.read_before(request);
   const long start = a.starts[request], num_tokens = a.starts[request + 1] - start;
   const int rows = std::min<long>(TILE, num_tokens * group - first);
-  float *all_mixed = work, *all_scores = all_mixed + TILE * wide, *turned = all_scores + TILE * SPAN;
-  Kept<T> *span = (Kept<T>*)(turned + SPAN * wide), *all_queries = span + SPAN * wide;
-  float all_largest[TILE], all_total[TILE];
-  long begin[TILE] = {}, end[TILE] = {};
+  Work<T> work(memory, wide);
   const bool in_place = !a.coding && rows <= FEW && a.dim % NR == 0 && a.block_size % KEYS == 0;
-  const bool is_turned = !in_place && rows >= MANY;
-  Reader<T> reader{a, a.table + request * a.table_row, head, wide, in_place, span};
+  Reader<T> reader{a, a.table + request * a.table_row, head, wide, in_place, work.span};
   for (int r = 0; r < rows; r++) {
     const long token = (first + r) / group;
     for (long h = 0; h < heads; h++) {
-      const long place = ((head + h) * group + (first + r) % group) * a.dim, i = h * rows + r;
-      reader.copy(a.query + (start + token) * a.query_row + place, all_queries + i * wide);
-      std::fill_n(all_mixed + i * wide, wide, 0.0f);
-      all_largest[i] = -INFINITY, all_total[i] = 0.0f;
+      const long query_head = (head + h) * group + (first + r) % group, i = h * rows + r;
+      reader.copy(a.query + (start + token) * a.query_row + query_head * a.dim, work.queries + i * wide);
+      work.begin_row(i, wide, before ? a.state(request, query_head) : nullptr);
     }
-    end[r] = a.lengths[request] - num_tokens + token + 1;
-    begin[r] = a.window > 0 ? std::max(0L, end[r] - a.window) : 0;
+    work.end[r] = a.lengths[request] - num_tokens + token + 1;
+    work.begin[r] = a.window > 0 ? std::max(0L, work.end[r] - a.window) : before;
   }
-  const long first_span = begin[0] / SPAN * SPAN, last = end[rows - 1];
+  const long first_span = work.begin[0] / SPAN * SPAN, last = work.end[rows - 1];
   Region now = region_of(a, item, first_span);
   const long lines = (a.dim * (a.coding ? 1 : sizeof(T)) + 63) / 64;  // of one head of one position
   Caller<T> its_values{a, a.values, now};
   if (!is_called) Caller<T>{a, a.keys, now}.call(lines * heads * SPAN);
   for (long at = first_span; at < last; at += SPAN) {
-    const long low = now.low, high = now.high;
     const Region next = at + SPAN < last ? region_of(a, item, at + SPAN) : following ? region_of(a, *following, 0) : Region{};
     Caller<T> next_keys{a, a.keys, next}, next_values{a, a.values, next};
     for (long h = 0; h < heads; h++) {
@@ -1205,49 +1306,8 @@ static void attend_tile(const Attention<T>& a, const Item& item, const Item* fol
         next_keys.call(count * lines);
       };
       const auto values = [&](long count) { next_values.call(count * lines); };
-      const Kept<T>* queries = all_queries + h * rows * wide;
-      float *mixed = all_mixed + h * rows * wide, *scores = all_scores + h * rows * SPAN;
-      float *largest = all_largest + h * rows, *total = all_total + h * rows;
-      const auto weights_of = [&](int r) { return (const Kept<T>*)(scores + r * SPAN); };
       reader.head = head + h;
-      int from[TILE], to[TILE];
-      reader.read(a.keys, at, low, high, values_and_keys, [&](const auto* keys, long stride, int first, int last) {
-        if (is_turned) turn((const float*)span, turned, wide * sizeof(Kept<T>) / 4);
-        int r = 0;
-        for (; is_turned && r + ROWS <= rows; r += ROWS) {
-          const int begins = (*std::min_element(begin + r, begin + r + ROWS) - at) / KEYS * KEYS;
-          const int ends = std::min<long>(last, *std::max_element(end + r, end + r + ROWS) - at);
-          score_turned<Kept<T>, ROWS>(queries + r * wide, turned, wide, a.scale, scores + r * SPAN, std::max(first, begins), ends);
-        }
-        for (; r < rows; r++) {
-          const int begins = std::max<long>(first, (begin[r] - at) / KEYS * KEYS), ends = std::min<long>(last, end[r] - at);
-          score(queries + r * wide, keys + (begins - first) * stride, stride, wide, a.scale, scores + r * SPAN + begins, ends - begins);
-        }
-      });
-      for (int r = 0; r < rows; r++) {
-        from[r] = std::max(begin[r] - at, 0L), to[r] = std::min<long>(end[r] - at, SPAN);
-        if (from[r] >= to[r]) continue;
-        const float rescale = weigh<Kept<T>>(scores + r * SPAN, from[r], to[r], largest[r], total[r]);
-        if (rescale != 1.0f)
-          for (long d = 0; d < wide; d += V) store(mixed + r * wide + d, load(mixed + r * wide + d) * rescale);
-      }
-      reader.read(a.values, at, low, high, values, [&](const auto* values, long stride, int first, int last) {
-        const auto part = [&](auto m, int r, int low, int high) {  // keys low to high, as far as they are here
-          low = std::max(low, first), high = std::min(high, last);
-          mix<m>(weights_of(r), values + (low - first) * stride, stride, wide, mixed + r * wide, low, high);
-        };
-        const std::integral_constant<int, 1> one;
-        const std::integral_constant<int, ROWS> together;
-        int r = 0;
-        for (; r + ROWS <= rows; r += ROWS) {  // what all of them see, they take together, from an even key on, so that no pair is divided
-          const int low = (*std::max_element(from + r, from + r + ROWS) + 1) & -2;
-          const int high = std::max(low, *std::min_element(to + r, to + r + ROWS) & -2);
-          for (int m = r; m < r + ROWS; m++) part(one, m, from[m], std::min(low, to[m]));
-          part(together, r, low, high);
-          for (int m = r; m < r + ROWS; m++) part(one, m, std::max(high, from[m]), to[m]);
-        }
-        for (; r < rows; r++) part(one, r, from[r], to[r]);
-      });
+      attend_span(a, reader, work.rows(h * rows, rows, wide), work.turned, at, now.low, now.high, values_and_keys, values);
     }
     next_keys.call(lines * heads * SPAN), next_values.call(lines * heads * SPAN);  // what this span was too short for
     now = next;
@@ -1255,14 +1315,72 @@ static void attend_tile(const Attention<T>& a, const Item& item, const Item* fol
   for (long i = 0; i < rows * heads; i++) {
     const long r = i % rows, token = (first + r) / group, place = ((head + i / rows) * group + (first + r) % group) * a.dim;
     T* out = a.out + (start + token) * a.heads * a.dim + place;
+    const float *mixed = work.mixed + i * wide, total = work.total[i];
     long d = 0;
-    for (; d + NR <= a.dim; d += NR)
-      repack(load(all_mixed + i * wide + d) / all_total[i], load(all_mixed + i * wide + d + V) / all_total[i], out + d);
+    for (; d + NR <= a.dim; d += NR) repack(load(mixed + d) / total, load(mixed + d + V) / total, out + d);
     for (; d < wide; d++) {
       const long own = std::is_same_v<T, bfloat16> ? d / NR * NR + d % V * 2 + d / V % 2 : d;  // undoes `unpack`
-      if (own < a.dim) out[own] = all_mixed[i * wide + d] / all_total[i];
+      if (own < a.dim) out[own] = mixed[d] / total;
     }
   }
+}
+
+// The common positions of a group, for one key/value head: a tile whose rows are the queries of all members. Each row computes what it would
+// compute alone, so its bits are the same.
+template <class T> static void attend_prefix(const Attention<T>& a, const Prefixes::Group& group, long head, float* memory) {
+  const long num_heads = a.heads / a.kv_heads, wide = a.wide();
+  const int rows = group.members.size() * num_heads;
+  Work<T> work(memory, wide);
+  const Region all{a.table + group.members[0] * a.table_row, head, 1, 0, group.end};
+  Reader<T> reader{a, all.blocks, head, wide, false, work.span};
+  const auto query_head = [&](int r) { return head * num_heads + r % num_heads; };
+  for (int r = 0; r < rows; r++) {
+    reader.copy(a.query + a.starts[group.members[r / num_heads]] * a.query_row + query_head(r) * a.dim, work.queries + r * wide);
+    work.begin_row(r, wide, nullptr);
+    work.end[r] = group.end;
+  }
+  const long lines = (a.dim * (a.coding ? 1 : sizeof(T)) + 63) / 64;
+  Caller<T> keys{a, a.keys, all}, values{a, a.values, all};
+  keys.call(SPAN * lines), values.call(SPAN * lines);
+  for (long at = 0; at < group.end; at += SPAN)
+    attend_span(
+        a, reader, work.rows(0, rows, wide), work.turned, at, at, at + SPAN, [&](long count) { keys.call(count * lines); },
+        [&](long count) { values.call(count * lines); }
+    );
+  for (int r = 0; r < rows; r++) {
+    float* state = a.state(group.members[r / num_heads], query_head(r));
+    std::copy_n(work.mixed + r * wide, wide, state), state[wide] = work.largest[r], state[wide + 1] = work.total[r];
+  }
+}
+
+// Groups the requests of one token each whose first span lies in the same blocks. One that leaves early shortens what its group shares.
+template <class T> static void find_prefixes(const Attention<T>& a, long num_requests, Prefixes& found) {
+  const long blocks = (SPAN + a.block_size - 1) / a.block_size, most = TILE / (a.heads / a.kv_heads);
+  const auto row = [&](long request) { return a.table + request * a.table_row; };
+  std::vector<long> those;
+  for (long r = 0; r < num_requests; r++)
+    if (a.starts[r + 1] - a.starts[r] == 1 && a.lengths[r] > SPAN) those.push_back(r);
+  found.groups.clear(), found.end.assign(num_requests, 0);
+  if (a.window > 0 || long(those.size()) < MIN_MEMBERS) return;
+  std::stable_sort(those.begin(), those.end(), [&](long one, long other) {
+    return std::lexicographical_compare(row(one), row(one) + blocks, row(other), row(other) + blocks);
+  });
+  found.place.resize(num_requests);
+  long count = 0;
+  for (size_t at = 0, next; at < those.size(); at = next) {
+    const int32_t* first = row(those[at]);
+    long end = a.lengths[those[at]];
+    for (next = at; next < those.size() && long(next - at) < most && std::equal(first, first + blocks, row(those[next])); next++) {
+      const int32_t* own = row(those[next]);
+      end = std::min<long>(end, a.lengths[those[next]]);
+      end = std::min<long>(end, (std::mismatch(first, first + end / a.block_size, own).first - first) * a.block_size);
+    }
+    end = end / SPAN * SPAN;
+    if (end == 0 || long(next - at) < MIN_MEMBERS) continue;
+    found.groups.push_back({{those.begin() + at, those.begin() + next}, end});
+    for (long member : found.groups.back().members) found.end[member] = end, found.place[member] = count++;
+  }
+  if (const size_t size = count * a.heads * (a.wide() + 2); found.states.size() < size) found.states.resize(size);
 }
 
 // All heads of one token into a cache of codes; the model's numbers are float32 then.
@@ -1277,7 +1395,7 @@ template <class T> static void encode(const Attention<T>& a, const T* from, T* c
 // Keys and values of the step go to their slots; a slot of -1 is padding. Then all queries attend.
 template <class T>
 static void attention(
-    const Attention<T>& a, const T* key, const T* value, long key_row, long value_row, const int64_t* slots, T* keys,
+    Attention<T> a, const T* key, const T* value, long key_row, long value_row, const int64_t* slots, T* keys,
     T* values, long num_tokens, long num_requests, int threads
 ) {
   std::vector<Item> items;
@@ -1293,8 +1411,12 @@ static void attention(
     for (long first = (rows - 1) / TILE * TILE; rows > 0 && first >= 0; first -= TILE)
       for (long head = 0; head < a.kv_heads; head += most) items.push_back({request, first, head, std::min(most, a.kv_heads - head)});
   }
-  const long num_items = items.size(), wide = (a.dim + NR - 1) / NR * NR;
-  const size_t row = a.kv_heads * a.dim, work_size = (2 * SPAN + 2 * TILE) * wide + TILE * SPAN;
+  static thread_local Prefixes memory_of_prefixes;
+  Prefixes& prefixes = memory_of_prefixes;  // the other threads' too
+  find_prefixes(a, num_requests, prefixes);
+  a.prefixes = &prefixes;
+  const long num_items = items.size(), num_prefixes = prefixes.groups.size();
+  const size_t row = a.kv_heads * a.dim, work_size = Work<T>::size(a.wide());
 #pragma omp parallel num_threads(allowed(threads))
   {
     if (key)
@@ -1312,6 +1434,8 @@ static void attention(
     static thread_local std::vector<float> memory;  // kept: to fill it with zeros takes as long as a short context
     if (memory.size() < work_size + 16) memory.resize(work_size + 16);
     float* work = (float*)((uintptr_t(memory.data()) + 63) / 64 * 64);
+#pragma omp for schedule(dynamic)
+    for (long i = 0; i < num_prefixes * a.kv_heads; i++) attend_prefix(a, prefixes.groups[i / a.kv_heads], i % a.kv_heads, work);
     long called = -1;  // the item whose first span this thread has asked for
 #pragma omp for schedule(dynamic, std::max(1L, num_items / (4 * threads)))
     for (long i = 0; i < num_items; i++) {
