@@ -222,7 +222,7 @@ def test_every_flag_that_a_readme_names_exists() -> None:
     # which a README may show with its reason
     known |= set(re.findall(r"--[a-z-]+", REFUSED.read_text(encoding="utf-8")))
     for readme in READMES:
-        named = re.findall(r"(?<![\w-])--[a-z][a-z_-]*[a-z]", readme.read_text(encoding="utf-8"))
+        named = re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]*[a-z0-9]", readme.read_text(encoding="utf-8"))
         assert {name.replace("_", "-") for name in named} <= known, readme
 
 
