@@ -96,7 +96,12 @@ static floats exp_of(floats x) {
 // pair, whose sum is rounded once less or more than two links are, and what is smaller than normal numbers counts as 0.
 
 constexpr int NR = 2 * V, KC = 256, AHEAD = 32, BLOCK = 1 << 16;
-constexpr int PANELS = 4;  // side by side for few rows: no multiply-add waits for the one before, and memory is read in four places
+// Side by side for few rows: no multiply-add waits for the one before, and memory is read in four places. With AVX-512 one panel is enough to
+// wait for memory alone, and a thread that reads from one end to the other gets it sooner.
+constexpr int PANELS = V == 16 ? 1 : 4;
+// From so many rows on a tile computes for longer than it reads, and asks the memory in advance. With fewer that took up to half as long again
+// on Zen 4; on AVX2 only one row is faster without.
+constexpr int CALLING_ROWS = V == 16 ? 9 : 2;
 constexpr int FEW_ROWS = 3;  // measured on AVX2: 2 and 3 rows cost 1.05 and 1.15 times one row, in tiles 1.35 and 1.4 times
 
 #if defined(__AVX512BF16__)
@@ -236,7 +241,7 @@ static void linear(
   if (rows <= FEW_ROWS) {
     constexpr int P = PANELS;
     const long groups = (num_panels + P - 1) / P;
-#pragma omp parallel for num_threads(allowed(threads)) schedule(dynamic, 4)
+#pragma omp parallel for num_threads(allowed(threads)) schedule(guided)
     for (long group = 0; group < groups; group++) {
       alignas(64) float sums[FEW_ROWS * P * NR];
       const long first = group * P;
@@ -262,13 +267,13 @@ static void linear(
   {
     float* sums = new float[rows * NR];
     alignas(64) float wide[KC * NR];
-#pragma omp for schedule(dynamic, 4)
+#pragma omp for schedule(guided, 2)
     for (long item = 0; item < num_blocks * num_panels; item++) {
       const long block = item / num_panels, p = item % num_panels;
       const long begin = block * num_tiles / num_blocks, end = (block + 1) * num_tiles / num_blocks;
       const T* own = w + p * panel;
       if (rows <= MR)
-        rows_tile(rows, x, inputs, own, 0, sums, inputs, true, own + AHEAD * NR);
+        rows_tile(rows, x, inputs, own, 0, sums, inputs, true, rows < CALLING_ROWS ? (const T*)nullptr : own + AHEAD * NR);
       else
         for (long k = 0; k < inputs; k += KC) {
           const int count = std::min<long>(KC, inputs - k);
@@ -425,41 +430,38 @@ template <class Bits> struct Integers {
   }
 };
 
-// M rows times P panels, `quads` * 4 values of k: one group. Adds to `sums` [M, P * NR]. A function of its own: the compiler
-// keeps its sums in registers then.
-template <int M, int P, class Bits>
+// M rows times a panel, `quads` * 4 values of k: one group. Adds to `sums` [M, NR]. A function of its own: the compiler
+// keeps its sums in registers then, and adds them up there once loops over them are unrolled. Asks for weights `ahead` bytes further on, if not 0.
+template <int M, class Bits>
 __attribute__((noinline)) static void group_tile(
-    const Integers<Bits>& x, long first, long g, const int8_t* w, long panel, long quads, float* sums
+    const Integers<Bits>& x, long first, long g, const int8_t* w, long quads, float* sums, int ahead
 ) {
-  ints sum[M][P][2];
+  ints sum[M][2];
   const int32_t* lanes = &x.lanes[first * x.row + g * Bits::QUADS * Bits::LANES];
-  for (int m = 0; m < M; m++)
-    for (int p = 0; p < P; p++) sum[m][p][0] = sum[m][p][1] = ints{} + x.start[(first + m) * x.groups + g];
+#pragma GCC unroll 16
+  for (int m = 0; m < M; m++) sum[m][0] = sum[m][1] = ints{} + x.start[(first + m) * x.groups + g];
   for (long q = 0; q < quads; q++, w += QUAD * NR, lanes += Bits::LANES) {
-    if (P == 1) __builtin_prefetch(w + AHEAD * NR * QUAD);
-    for (int p = 0; p < P; p++) {
-      ints weights[2][Bits::LANES];
-      for (int half = 0; half < 2; half++)
-        Bits::unpack(*(const any_ints*)(w + p * panel + half * V * QUAD), weights[half]);
-      for (int m = 0; m < M; m++)
-        for (int i = 0; i < Bits::LANES; i++)
-          for (int half = 0; half < 2; half++)
-            sum[m][p][half] = Bits::dot(sum[m][p][half], weights[half][i], lanes[m * x.row + i]);
-    }
+    if (ahead)
+      for (int line = 0; line < QUAD * NR; line += 64) __builtin_prefetch(w + ahead + line);
+    ints weights[2][Bits::LANES];
+    for (int half = 0; half < 2; half++) Bits::unpack(*(const any_ints*)(w + half * V * QUAD), weights[half]);
+    for (int m = 0; m < M; m++)
+      for (int i = 0; i < Bits::LANES; i++)
+        for (int half = 0; half < 2; half++) sum[m][half] = Bits::dot(sum[m][half], weights[half][i], lanes[m * x.row + i]);
   }
+#pragma GCC unroll 16
   for (int m = 0; m < M; m++)
-    for (int p = 0; p < P; p++)
-      for (int half = 0; half < 2; half++)
-        *(any_floats*)(sums + m * P * NR + p * NR + half * V) +=
-            __builtin_convertvector(sum[m][p][half], floats) * x.scale[(first + m) * x.groups + g];
+    for (int half = 0; half < 2; half++)
+      *(any_floats*)(sums + m * NR + half * V) +=
+          __builtin_convertvector(sum[m][half], floats) * x.scale[(first + m) * x.groups + g];
 }
 
 // `group_tile` for a number of rows that is only known now, 1 to Bits::ROWS.
 template <class Bits, int M = Bits::ROWS>
-static void group_rows(int rows, const Integers<Bits>& x, long first, long g, const int8_t* w, long quads, float* sums) {
+static void group_rows(int rows, const Integers<Bits>& x, long first, long g, const int8_t* w, long quads, float* sums, int ahead) {
   if constexpr (M > 1)
-    if (rows < M) return group_rows<Bits, M - 1>(rows, x, first, g, w, quads, sums);
-  group_tile<M, 1, Bits>(x, first, g, w, 0, quads, sums);
+    if (rows < M) return group_rows<Bits, M - 1>(rows, x, first, g, w, quads, sums, ahead);
+  group_tile<M, Bits>(x, first, g, w, quads, sums, ahead);
 }
 
 template <class Bits, class X>
@@ -470,28 +472,21 @@ static void integer_linear(
   const Integers<Bits> x(input, rows, inputs, inputs, nullptr, threads);
   const long num_panels = (outputs + NR - 1) / NR, all_quads = (inputs + QUAD - 1) / QUAD, panel = all_quads * QUAD * NR;
   const long num_tiles = (rows + Bits::ROWS - 1) / Bits::ROWS;
-  const long P = rows == 1 ? PANELS : 1, num_blocks = (num_panels + P - 1) / P;
 #pragma omp parallel num_threads(allowed(threads))
   {
-    std::vector<float> sums(rows * P * NR);
-#pragma omp for schedule(dynamic, 4)
-    for (long block = 0; block < num_blocks; block++) {
-      const long p = block * P, here = std::min(P, num_panels - p);
+    std::vector<float> sums(rows * NR);
+#pragma omp for schedule(guided, 2)
+    for (long p = 0; p < num_panels; p++) {
       std::fill(sums.begin(), sums.end(), 0.0f);
       for (long g = 0; g < x.groups; g++) {
         const int8_t* own = w + p * panel + g * Bits::QUADS * QUAD * NR;
         const long quads = std::min<long>(Bits::QUADS, all_quads - g * Bits::QUADS);
-        if (here == PANELS)
-          group_tile<1, PANELS, Bits>(x, 0, g, own, panel, quads, &sums[0]);
-        else if (rows == 1)
-          for (long i = 0; i < here; i++) group_tile<1, 1, Bits>(x, 0, g, own + i * panel, 0, quads, &sums[i * NR]);
-        else
-          for (long t = 0; t < num_tiles; t++) {
-            const long low = t * rows / num_tiles, high = (t + 1) * rows / num_tiles;
-            group_rows<Bits>(high - low, x, low, g, own, quads, &sums[low * NR]);
-          }
+        for (long t = 0; t < num_tiles; t++) {
+          const long low = t * rows / num_tiles, high = (t + 1) * rows / num_tiles;
+          group_rows<Bits>(high - low, x, low, g, own, quads, &sums[low * NR], rows < CALLING_ROWS ? 0 : 64 * AHEAD);
+        }
       }
-      for (long i = 0; i < here; i++) finish(&sums[i * NR], scale, bias, activation, y, rows, (p + i) * NR, outputs);
+      finish(&sums[0], scale, bias, activation, y, rows, p * NR, outputs);
     }
   }
 }
@@ -548,37 +543,36 @@ struct Int4 {
 
 typedef uint8_t bytes __attribute__((vector_size(V)));
 
-// M rows times P panels from panel p on, `octets` * 8 values of k from `at` on: group g of the inputs, in group `own` of the weights. Adds to `sums` [M, P * NR].
-template <int M, int P>
+// M rows times panel p, `octets` * 8 values of k from `at` on: group g of the inputs, in group `own` of the weights. Adds to `sums` [M, NR].
+template <int M>
 __attribute__((noinline)) static void code_tile(
     const Integers<Codes>& x, const Int4& a, long first, long g, long own, long p, long at, long octets, float* sums
 ) {
-  ints sum[M][P][2] = {};
+  ints sum[M][2] = {};
   const int32_t* lanes = &x.lanes[first * x.row + at / QUAD];
   const uint8_t* w = a.codes + p * a.panel + at / OCTET * NR * 4;
   for (long o = 0; o < octets; o++, w += NR * 4, lanes += 2) {
-    if (P == 1) __builtin_prefetch(w + AHEAD * NR * 4);
-    for (int i = 0; i < P; i++)
-      for (int half = 0; half < 2; half++) {
-        const ints both = *(const any_ints*)(w + i * a.panel + half * V * 4);
-        const ints low = both & 0x0f0f0f0f, high = both >> 4 & 0x0f0f0f0f;
-        for (int m = 0; m < M; m++)
-          sum[m][i][half] = dot8(sum[m][i][half], low, high, lanes[m * x.row], lanes[m * x.row + 1]);
-      }
-  }
-  for (int i = 0; i < P; i++)
+    if (V < 16) __builtin_prefetch(w + AHEAD * NR * 4);  // with AVX-512 it won nothing
     for (int half = 0; half < 2; half++) {
-      const long place = ((p + i) * a.groups + own) * NR + half * V;
-      bytes zero;
-      __builtin_memcpy(&zero, a.zero + place, V);
-      const ints zeros = __builtin_convertvector(zero, ints);
-      const floats scale = *(const any_floats*)(a.scale + place);
-      for (int m = 0; m < M; m++) {
-        const long index = (first + m) * x.groups + g;
-        *(any_floats*)(sums + m * P * NR + i * NR + half * V) +=
-            __builtin_convertvector(sum[m][i][half] - zeros * x.start[index], floats) * (scale * x.scale[index]);
-      }
+      const ints both = *(const any_ints*)(w + half * V * 4);
+      const ints low = both & 0x0f0f0f0f, high = both >> 4 & 0x0f0f0f0f;
+      for (int m = 0; m < M; m++) sum[m][half] = dot8(sum[m][half], low, high, lanes[m * x.row], lanes[m * x.row + 1]);
     }
+  }
+#pragma GCC unroll 2
+  for (int half = 0; half < 2; half++) {
+    const long place = (p * a.groups + own) * NR + half * V;
+    bytes zero;
+    __builtin_memcpy(&zero, a.zero + place, V);
+    const ints zeros = __builtin_convertvector(zero, ints);
+    const floats scale = *(const any_floats*)(a.scale + place);
+#pragma GCC unroll 16
+    for (int m = 0; m < M; m++) {
+      const long index = (first + m) * x.groups + g;
+      *(any_floats*)(sums + m * NR + half * V) +=
+          __builtin_convertvector(sum[m][half] - zeros * x.start[index], floats) * (scale * x.scale[index]);
+    }
+  }
 }
 
 // `code_tile` for a number of rows that is only known now, 1 to Codes::ROWS.
@@ -588,7 +582,7 @@ static void code_rows(
 ) {
   if constexpr (M > 1)
     if (rows < M) return code_rows<M - 1>(rows, x, a, first, g, own, p, at, octets, sums);
-  code_tile<M, 1>(x, a, first, g, own, p, at, octets, sums);
+  code_tile<M>(x, a, first, g, own, p, at, octets, sums);
 }
 
 template <class X>
@@ -601,28 +595,21 @@ static void int4_linear(
   const long num_panels = (outputs + NR - 1) / NR, groups = (inputs + width - 1) / width, each = Inputs::each(width);
   const Int4 a = {w, scale, zero, groups * Inputs::padded(width) * NR / 2, groups};
   const long num_tiles = (rows + Codes::ROWS - 1) / Codes::ROWS;
-  const long P = rows == 1 ? PANELS : 1, num_blocks = (num_panels + P - 1) / P;
 #pragma omp parallel num_threads(allowed(threads))
   {
-    std::vector<float> sums(rows * P * NR);
-#pragma omp for schedule(dynamic, 4)
-    for (long block = 0; block < num_blocks; block++) {
-      const long p = block * P, here = std::min(P, num_panels - p);
+    std::vector<float> sums(rows * NR);
+#pragma omp for schedule(guided, 2)
+    for (long p = 0; p < num_panels; p++) {
       std::fill(sums.begin(), sums.end(), 0.0f);
       for (long g = 0; g < x.groups; g++) {
         const long own = g / each, at = Inputs::place(width, g);
         const long octets = std::min<long>(Inputs::GROUP, Inputs::padded(width) - g % each * Inputs::GROUP) / OCTET;
-        if (here == PANELS)
-          code_tile<1, PANELS>(x, a, 0, g, own, p, at, octets, &sums[0]);
-        else if (rows == 1)
-          for (long i = 0; i < here; i++) code_tile<1, 1>(x, a, 0, g, own, p + i, at, octets, &sums[i * NR]);
-        else
-          for (long t = 0; t < num_tiles; t++) {
-            const long low = t * rows / num_tiles, high = (t + 1) * rows / num_tiles;
-            code_rows(high - low, x, a, low, g, own, p, at, octets, &sums[low * NR]);
-          }
+        for (long t = 0; t < num_tiles; t++) {
+          const long low = t * rows / num_tiles, high = (t + 1) * rows / num_tiles;
+          code_rows(high - low, x, a, low, g, own, p, at, octets, &sums[low * NR]);
+        }
       }
-      for (long i = 0; i < here; i++) finish(&sums[i * NR], nullptr, bias, activation, y, rows, (p + i) * NR, outputs);
+      finish(&sums[0], nullptr, bias, activation, y, rows, p * NR, outputs);
     }
   }
 }
