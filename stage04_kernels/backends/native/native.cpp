@@ -152,7 +152,9 @@ static inline void tile(
 ) {
   constexpr int S = SIDE<T>;
   floats sum[M][P][2];
+#pragma GCC unroll 16
   for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
     for (int p = 0; p < P; p++)
       for (int half = 0; half < 2; half++)
         sum[m][p][half] = first ? floats{} : (floats)*(any_floats*)(sums + m * P * NR + p * NR + half * V);
@@ -184,7 +186,9 @@ static inline void tile(
     step(k, S);
   }
   if (k < count) step(k, 1);
+#pragma GCC unroll 16
   for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
     for (int p = 0; p < P; p++)
       for (int half = 0; half < 2; half++) *(any_floats*)(sums + m * P * NR + p * NR + half * V) = sum[m][p][half];
 }
