@@ -11,7 +11,7 @@ says where blocks go, and knows neither the pool nor the trace. The contract:
 - Of the blocks that it is offered it takes those that it wants (`Transfers.saves`). They stay in use, and unchanged, until the worker's side names
   them in `get_finished`, also beyond the end of their request. vLLM delays the freeing of a request's blocks (`request_finished`); here it is block by block.
   Each must be named once, in any order, even if it could not be kept: a block that is never named is never free.
-- One step's blocks are loaded before the model runs, and saved after it; steps run in the order in which they are decided.
+- One step's blocks are loaded before its model runs, and saved after it; steps run in the order in which they are decided.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class KVConnectorScheduler:
         side is to fill them in this step. The promise is kept."""
 
     def build_connector_meta(self, full: Sequence[FullBlock], room: int) -> Transfers:
-        """The step is decided. Of the blocks in `full`, the next `saves` names those to keep, `room` at most."""
+        """The step is decided. `full` are blocks that were not offered before, `room` at most; `saves` names those to keep, and others that the connector wants, as long
+        as there is room."""
         return Transfers()
 
     def update_connector_output(self, saved: list[int]) -> None:

@@ -25,17 +25,18 @@ class BlockCopiesHook(RunnerHook):
         """Raises ConfigError if there is not enough memory for the connector's own."""
         self._connector.register_kv_caches()
 
-    def batch_updated(self, scheduler_output: SchedulerOutput) -> None:
-        """Load what the scheduler found."""
+    def received(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
+        """Load what the scheduler found, before any hook reads it."""
         transfers = TRANSFERS.of(scheduler_output.extras)
         if transfers is not None and transfers.loads:
             self._connector.start_load_kv(transfers.loads)
             if trace.on:
                 blocks = [block for block, _ in transfers.loads]
                 trace.emit("kv_transfer.loaded", step=scheduler_output.step, blocks=blocks)
+        return scheduler_output
 
     def collect(self, output: ModelRunnerOutput, scheduler_output: SchedulerOutput) -> None:
-        """The step's blocks are full: save them. Says which earlier ones are saved."""
+        """Save what is full now, drafts' keys and values too: their hook comes before this one. Says which earlier blocks are saved."""
         self._connector.save_kv_blocks((TRANSFERS.of(scheduler_output.extras) or Transfers()).saves)
         idle = not scheduler_output.num_scheduled_tokens
         if blocks := self._connector.get_finished(WAIT_SECONDS if idle else 0):

@@ -164,9 +164,11 @@ class KVConnectorHook(SchedulerHook):
     # What is saved
 
     def decided(self, output: SchedulerOutput) -> None:
-        """Offer the blocks that this step fills. Those that the connector takes stay in use; as long as too many are, it gets none."""
-        full = [block for request_id in output.num_scheduled_tokens for block in self._filled(request_id)]
-        transfers = self._connector.build_connector_meta(full, self._most_held - len(self.held_blocks))
+        """Offer the blocks that are full. Those that the connector takes stay in use; as long as too many do, it gets no more."""
+        room, full = self._most_held - len(self.held_blocks), list[FullBlock]()
+        for request_id in output.num_scheduled_tokens:
+            full += self._filled(request_id, room - len(full))
+        transfers = self._connector.build_connector_meta(full, room)
         if transfers.loads or transfers.saves:
             TRANSFERS.put(output.extras, transfers)
         if transfers.saves:
@@ -176,12 +178,13 @@ class KVConnectorHook(SchedulerHook):
             if trace.on:
                 trace.emit("kv_transfer.writing", step=output.step, blocks=blocks)
 
-    def _filled(self, request_id: str) -> list[FullBlock]:
-        """A request's blocks that are full now, and were not before."""
+    def _filled(self, request_id: str, room: int) -> list[FullBlock]:
+        """A request's blocks that are full now, and were not offered before, in order: without the first ones the others are not found. For which there is no
+        room, those come with a later step."""
         first, end = self._num_saved[request_id], self._manager.num_cached.get(request_id, 0)
-        if end <= first or not self._limits.saves:
+        if end <= first or room <= 0 or not self._limits.saves:
             return []
-        self._num_saved[request_id] = end
+        end = self._num_saved[request_id] = min(end, first + room)
         table, request = self._manager.block_table(request_id), self.scheduler.requests[request_id]
         new = [i for i in range(first, end) if table[i] not in self.held_blocks]
         return [FullBlock(request, table[i], request.block_hashes[i]) for i in new]

@@ -23,10 +23,15 @@ class Kind(NamedTuple):
 
 
 FOLDER_KEYS = ("shared_storage_path", "max_bytes", "max_read_seconds")
+GIB = 1 << 30
 _FOLDER = Kind("SharedStorageConnector", _ROOM + "shared_storage", _ROOM + "shared_storage_copies", FOLDER_KEYS)
+_OFFLOADING = Kind(
+    "OffloadingConnector", _ROOM + "offloading", _ROOM + "offloading_copies", ("cpu_bytes_to_use", *FOLDER_KEYS)
+)
 CONNECTORS = {
     "SharedStorageConnector": _FOLDER,
     "ExampleConnector": _FOLDER,  # its name in vLLM since 0.12
+    "OffloadingConnector": _OFFLOADING,
 }
 ROLES = {"kv_both": (True, True), "kv_producer": (True, False), "kv_consumer": (False, True)}
 """Role -> (saves blocks, loads blocks)."""
@@ -54,7 +59,19 @@ def parse_kv_transfer_config(given: dict[str, Any]) -> dict[str, Any]:
         "buffer_bytes": _bytes("kv_buffer_size", given.get("kv_buffer_size", 1_000_000_000)),
         "max_read_seconds": _seconds("kv_connector_extra_config.max_read_seconds", extra.get("max_read_seconds", 2.0)),
     }
-    return found | _of_folder(extra) if kind is _FOLDER else found
+    if kind is _OFFLOADING or "cpu_bytes_to_use" in extra:
+        found["cpu_bytes"] = _bytes("kv_connector_extra_config.cpu_bytes_to_use", extra.get("cpu_bytes_to_use"))
+    return found | (_of_folder(extra) if kind is _FOLDER or "shared_storage_path" in extra else {})
+
+
+def parse_kv_offloading_size(size: float) -> dict[str, Any]:
+    """What `--kv-offloading-size` stands for. Raises ConfigError."""
+    if not 0 < size * GIB <= MOST_BYTES:
+        raise ConfigError(
+            f"kv_offloading_size must be a number of GiB above 0, {MOST_BYTES // GIB} at most, not {size}"
+        )
+    extra = {"cpu_bytes_to_use": max(1, int(size * GIB))}
+    return parse_kv_transfer_config({"kv_connector": _OFFLOADING.name, "kv_connector_extra_config": extra})
 
 
 def _kind(name: Any, module: Any, extra_keys: tuple[str, ...]) -> Kind:

@@ -31,8 +31,14 @@ class KVTransferConfig:
         'keep KV-cache blocks also elsewhere, such as in a folder, for later starts and other engines, as JSON: {"kv_connector": "SharedStorageConnector", '
         '"kv_role": "kv_both", "kv_connector_extra_config": {"shared_storage_path": "FOLDER", "max_bytes": 10000000000}}',
     )
+    kv_offloading_size: float | None = option(
+        None,
+        "GiB of CPU memory for copies of full KV-cache blocks, which are found there when the prefix cache has lost them",
+    )
+    kv_offloading_backend: str = option("native", "what keeps them: memory of the engine's own", ("native",))
     scheduler_side: str | None = internal(None)  # module:Class
     worker_side: str | None = internal(None)
+    cpu_bytes: int = internal(0)  # of memory for offloaded blocks
     path: str | None = internal(None)  # of a folder
     saves: bool = internal(False)
     loads: bool = internal(False)
@@ -50,11 +56,15 @@ class KVTransferFlags:
     @staticmethod
     def resolve(values: Mapping[str, Any], files: object) -> dict[str, Any]:
         """What the JSON says, key by key."""
-        if values["kv_transfer_config"] is None:
+        given, size = values["kv_transfer_config"], values["kv_offloading_size"]
+        if given is None and size is None:
             return {}
-        from stage03_engine.core.features.kv_transfer.connectors import parse_kv_transfer_config
+        from stage03_engine.core.features.kv_transfer.connectors import (
+            parse_kv_offloading_size,
+            parse_kv_transfer_config,
+        )
 
-        return parse_kv_transfer_config(values["kv_transfer_config"])
+        return parse_kv_offloading_size(size) if given is None else parse_kv_transfer_config(given)
 
     @staticmethod
     def check(config: VllmConfig) -> None:
@@ -62,15 +72,24 @@ class KVTransferFlags:
         transfer = config.kv_transfer_config
         if transfer.scheduler_side is None:
             return
+        setting = "kv_transfer_config" if transfer.kv_offloading_size is None else "kv_offloading_size"
         if not config.cache_config.enable_prefix_caching:
-            raise ConfigError("kv_transfer_config needs enable_prefix_caching: blocks are found by the same hashes")
+            raise ConfigError(f"{setting} needs enable_prefix_caching: blocks are found by the same hashes")
         if transfer.path is not None and config.cache_config.prefix_caching_hash_seed is None:
             raise ConfigError(
                 "kv_transfer_config needs prefix_caching_hash_seed, the same at each start: without it the hashes begin with a random text, "
                 "and no block is found again"
             )
         if "generate" not in config.supported_tasks:
-            raise ConfigError("kv_transfer_config is for models that generate text; leave it out for this one")
+            raise ConfigError(f"{setting} is for models that generate text; leave it out for this one")
+
+    @staticmethod
+    def memory_rows(config: VllmConfig) -> list[tuple[str, int, str, bool]]:
+        """Offloaded blocks."""
+        if not (size := config.kv_transfer_config.cpu_bytes):
+            return []
+        how = "in the CPU's memory, at most: copies of KV-cache blocks (kv_offloading_size)"
+        return [("offloaded_blocks", size, how, config.device_config.device == "cpu")]
 
     @staticmethod
     def hooks(config: VllmConfig) -> dict[str, list[str]]:
@@ -96,10 +115,14 @@ FEATURE = Feature(
         ),
     ),
     needs=("turns",),
-    after=("spec_decode", "lora"),  # the hashes of a request's blocks must be whole before they are looked up
+    # what drafts adds to a block last; the hashes of a request's blocks must be whole before they are looked up
+    after=("spec_decode", "lora"),
     conflicts={
         ("kv_transfer_config", "tensor_parallel_size"): "each worker has only a slice of a block",
         ("kv_transfer_config", "pipeline_parallel_size"): "each worker has only some layers of a block",
+        ("kv_offloading_size", "tensor_parallel_size"): "only the first worker says which blocks are copied",
+        ("kv_offloading_size", "pipeline_parallel_size"): "only the first worker says which blocks are copied",
+        ("kv_offloading_size", "kv_transfer_config"): "there is one connector, and the size is its cpu_bytes_to_use",
     },
     events=(
         "kv_transfer.asked",

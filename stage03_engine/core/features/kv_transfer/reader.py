@@ -3,6 +3,7 @@ disk that many requests of one key ask delays a request of another by as many bl
 
 from __future__ import annotations
 
+import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
 
@@ -14,6 +15,8 @@ from stage03_engine.core.features.turns.turns import Asker, Turns
 from stage03_engine.core.kv_cache_size import kv_block_bytes
 from stage03_engine.core.request import Request
 from stagetrace.ids import root_of
+
+logger = logging.getLogger(__name__)
 
 
 class Found(msgspec.Struct):
@@ -95,7 +98,13 @@ class ReadAhead:
 
     def __init__(self, config: VllmConfig) -> None:
         self._room, self._block_bytes = config.kv_transfer_config.buffer_bytes, kv_block_bytes(config)
-        self._reader = BlockReader(BlockStore.of(config))
+        store = BlockStore.of(config)
+        if store.only_of_others():
+            logger.warning(
+                "%s has KV-cache blocks of other models or settings only (weights, number format, block size): none is found",
+                config.kv_transfer_config.path,
+            )
+        self._reader = BlockReader(store)
         self._found: dict[str, Found] = {}
         self._reading: dict[str, Future[None]] = {}
         self.num_bytes = 0  # in _found, and what is being read may become

@@ -39,8 +39,8 @@ class SharedStorageConnectorScheduler(KVConnectorScheduler):
         self._loads += zip(blocks, found, strict=True)
 
     def build_connector_meta(self, full: Sequence[FullBlock], room: int) -> Transfers:
-        """The first ones: without them the others are not found."""
-        saves = [(block, block_hash, -1) for request, block, block_hash in full if not request.hash_keys][:room]
+        """All that depends on tokens alone."""
+        saves = [(block, block_hash, -1) for request, block, block_hash in full if not request.hash_keys]
         loads, self._loads = self._loads, []
         return Transfers(loads, saves)
 
