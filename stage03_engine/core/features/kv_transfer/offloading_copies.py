@@ -53,12 +53,11 @@ class OffloadingConnectorWorker(KVConnectorWorker):
         return [*self.runner.kv_caches, *(cache for hook in self.runner.hooks for cache in hook.kv_caches)]
 
     def start_load_kv(self, loads: Sequence[tuple[int, bytes | int]]) -> None:
-        """From memory all at once, layer by layer."""
-        found = [(block, source) for block, source in loads if isinstance(source, int)]
-        if found:
-            blocks, places = torch.tensor(found).T
-            for cache, memory in zip(self._kv_caches, self._memory, strict=True):
-                cache.index_copy_(1, blocks.to(cache.device), memory.index_select(1, places).to(cache.device))
+        """Block by block: copies so small start no threads, which would wait for a core on a busy machine."""
+        places = [(block, source) for block, source in loads if isinstance(source, int)]
+        for cache, memory in zip(self._kv_caches, self._memory, strict=True):
+            for block, place in places:
+                cache[:, block].copy_(memory[:, place])
         for block, source in loads:
             if isinstance(source, bytes):
                 block_from_bytes(self.runner.kv_caches, block, source)
