@@ -53,10 +53,8 @@ class KVConnectorHook(SchedulerHook):
     def __init__(self, scheduler: Scheduler, config: VllmConfig) -> None:
         super().__init__(scheduler, config)
         self._manager, self._limits = scheduler.kv_cache_manager, config.kv_transfer_config
-        self._most_held, self._most_seconds = (
-            max(1, self._manager.block_pool.num_usable // 4),
-            self._limits.max_read_seconds,
-        )
+        self._most_held = max(1, self._manager.block_pool.num_usable // 4)
+        self._most_seconds = self._limits.max_read_seconds
         self.held_blocks: set[int] = set()  # they are being saved
         self._asked: dict[str, Asked] = {}
         self._found: dict[str, Match] = {}  # of requests that were not admitted yet

@@ -121,7 +121,7 @@ FEATURE = Feature(
         ("kv_transfer_config", "tensor_parallel_size"): "each worker has only a slice of a block",
         ("kv_transfer_config", "pipeline_parallel_size"): "each worker has only some layers of a block",
         ("kv_offloading_size", "tensor_parallel_size"): "only the first worker says which blocks are copied",
-        ("kv_offloading_size", "pipeline_parallel_size"): "only the first worker says which blocks are copied",
+        ("kv_offloading_size", "pipeline_parallel_size"): "only the last stage says which blocks are copied",
         ("kv_offloading_size", "kv_transfer_config"): "there is one connector, and the size is its cpu_bytes_to_use",
     },
     events=(
