@@ -49,6 +49,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         },
         "prefix_caching_hash_seed": "seed",
     },
+    "offloading": {"kv_offloading_size": 0.005},
     "plain products": {"linear_backend": "torch"},
     "int8": {"quantization": "int8"},
     "int4": {"quantization": "int4"},
@@ -92,6 +93,7 @@ APART = [
 """One setting cannot have two values; and what makes other tokens, and should."""
 BY_VALUE = {
     ("folder", "no prefix cache"): "needs enable_prefix_caching",
+    ("offloading", "no prefix cache"): "needs enable_prefix_caching",
     ("draft model", "folder"): "kv_transfer_config cannot be combined with a draft model",
     ("EAGLE head", "folder"): "kv_transfer_config cannot be combined with an EAGLE head",
 } | {

@@ -163,7 +163,7 @@ def test_a_later_start_finds_the_blocks(model: str, tmp_path: Path, alone: dict[
     computed = [event.args["num_tokens"] for event in read_run(tmp_path / "second").named("sched.scheduled")]
     assert computed[0] == 4, "only the last block of the prompt is computed"
     said = {reason.rule for step in explain(tmp_path / "second", "r0") for reason in step.reasons}
-    assert "folder" in said and "grammar" not in said
+    assert "connector" in said and "grammar" not in said
     for trace in ("first", "second"):
         assert [result.difference for result in replay(tmp_path / trace)] == [None]
 
@@ -562,8 +562,8 @@ def test_an_abort_leaves_nothing_behind(
     filled.step()
     if when == "when it was read":
         go_on.set()
-        hook = next(hook for hook in filled.scheduler.hooks if hasattr(hook, "_reading"))
-        run(filled, lambda: not hook._reading)
+        hook = next(hook for hook in filled.scheduler.hooks if hasattr(hook, "_asked"))
+        run(filled, lambda: not hook._asked)
     filled.abort_requests(["waits"])
     go_on.set()
     filled.add_request(request("waits", PROMPTS[0]))  # its name may come again
@@ -651,13 +651,25 @@ def test_a_request_is_counted_once_however_often_it_is_preempted(model: str, tmp
 
 # What is refused
 
+
+class FakeWorker:
+    """It copies nothing, and does not say that it does."""
+
+
 CONFIG: dict[str, Any] = {
     "kv_connector": "SharedStorageConnector",
     "kv_connector_extra_config": {"shared_storage_path": "FOLDER"},
 }
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({"kv_connector": "LMCacheConnectorV1"}, {}, "kv_connector must be 'SharedStorageConnector', not 'LMCacheConnectorV1'"),
+    ({"kv_connector": "LMCacheConnectorV1"}, {}, "kv_connector must be SharedStorageConnector, .*ExampleConnector, .*, not 'LMCacheConnectorV1'"),
     ({"kv_connector": None}, {}, "kv_connector must be"),
+    ({"kv_connector": ["SharedStorageConnector"]}, {}, "kv_connector must be"),
+    ({"kv_connector": "Mine", "kv_connector_module_path": "not there"}, {}, "kv_connector_module_path must be a module that is there"),
+    ({"kv_connector": "Mine", "kv_connector_module_path": "no.such.module"}, {}, "kv_connector_module_path must be a module that is there"),
+    ({"kv_connector": "Mine", "kv_connector_module_path": 3}, {}, "kv_connector_module_path must be a module that is there"),
+    ({"kv_connector": "my own", "kv_connector_module_path": "json"}, {}, "kv_connector must be how a connector's classes begin"),
+    ({"kv_connector": "Mine", "kv_connector_module_path": "json"}, {}, "json:MineWorker is named, but not there"),
+    ({"kv_connector": "Fake", "kv_connector_module_path": "test_kv_transfer"}, {}, "test_kv_transfer:FakeWorker is no KVConnectorWorker"),
     ({"kv_role": "kv_neither"}, {}, "kv_role must be one of kv_both, kv_producer, kv_consumer"),
     ({"kv_role": ["kv_both"]}, {}, "kv_role must be one of"),
     ({"kv_roll": "kv_both"}, {}, "unknown key 'kv_roll'.*kv_role"),

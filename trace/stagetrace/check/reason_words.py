@@ -17,7 +17,7 @@ _MANAGER = "stage03_engine/core/kv_cache_manager.py KVCacheManager."
 _VLLM_MANAGER = "vllm/v1/core/kv_cache_manager.py KVCacheManager."
 _DRAFTS = "stage03_engine/core/features/spec_decode/draft_scheduler.py DraftHook."
 _GRAMMARS = "stage03_engine/core/features/structured_output/scheduler_hook.py GrammarSchedulerHook."
-_FOLDER = "stage03_engine/core/features/kv_transfer/connector.py KVConnectorHook."
+_CONNECTOR = "stage03_engine/core/features/kv_transfer/connector.py KVConnectorHook."
 _AHEAD = "stage03_engine/core/features/async_scheduling/async_scheduler.py AsyncScheduler."
 _FAIR = "stage03_engine/core/features/fair_queue/fair_queue.py FairQueue."
 _WAITING = (_SCHEDULER + "_schedule_waiting", _VLLM + "schedule")
@@ -35,7 +35,7 @@ CODE: dict[str, tuple[str, str]] = {
     "order": _WAITING,
     "turn": (_FAIR + "in_turn", "nowhere"),
     "grammar": (_GRAMMARS + "holds", _VLLM + "schedule (WAITING_FOR_FSM)"),
-    "folder": (_FOLDER + "holds", _VLLM + "schedule (WAITING_FOR_REMOTE_KVS)"),
+    "connector": (_CONNECTOR + "holds", _VLLM + "schedule (WAITING_FOR_REMOTE_KVS)"),
     "grammar late": (_GRAMMARS + "executed", "nowhere"),
     "last token": (_SCHEDULER + "_schedule_running", _VLLM + "schedule"),
     "budget of running": (_SCHEDULER + "_schedule_running", _VLLM + "schedule"),

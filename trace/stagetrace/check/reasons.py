@@ -185,7 +185,7 @@ class _Engine:
         self._before: RequestState | None = None  # the request when the step began
         self._num_hits = 0  # blocks that it found in the prefix cache in this step
         self._preempted: list[str] = []  # in this step
-        self._reads = False  # blocks from a folder
+        self._reads = False  # a KV connector is asked
 
     def feed(self, event: Event) -> StepReasons | None:
         """Process the next event; return a step when it is over, if it concerned the request."""
@@ -248,7 +248,9 @@ class _Engine:
         mine = self.request_id
         if mine in args["held"] and self._reads:
             self._say(
-                "folder", "It waits for its blocks to be read from a folder; those behind it do not.", "waits: folder"
+                "connector",
+                "It waits until the KV connector knows which of its blocks are kept outside of the cache; those behind it do not.",
+                "waits: connector",
             )
             return
         if mine in args["held"]:
@@ -291,13 +293,12 @@ class _Engine:
         match name:
             case "sched.queued":
                 self._reads = bool(args["params"].get("kv_transfer"))
+            case "kv_transfer.asked":
+                self._reads = True
             case "kv_transfer.found":
                 self._reads = False
-                self._say(
-                    "folder",
-                    f"{args['num_blocks']} of its blocks were read from a folder: it may be admitted.",
-                    "blocks read",
-                )
+                text = f"{args['num_blocks']} of its blocks are at hand outside of the cache: it may be admitted."
+                self._say("connector", text, "blocks found")
             case "grammar.ready":
                 self._say("grammar", "Its grammar is compiled: it may be admitted.", "grammar ready")
             case "grammar.missed":

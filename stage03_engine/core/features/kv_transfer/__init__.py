@@ -1,1 +1,1 @@
-"""`--kv-transfer-config`: KV-cache blocks that outlive the engine, in a folder."""
+"""Connectors: KV-cache blocks that are kept elsewhere too (`--kv-transfer-config`)."""

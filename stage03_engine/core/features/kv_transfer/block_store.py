@@ -92,6 +92,15 @@ class BlockStore:
             transfer.path, compatibility_hash(config), kv_block_bytes(config), transfer.max_bytes, transfer.saves
         )
 
+    def only_of_others(self) -> bool:
+        """Has the folder blocks, and none that fits this engine?"""
+        try:
+            named = [Path(each.path) for each in os.scandir(self._root) if _is_hex(each.name, 32) and each.is_dir()]
+            filled = {folder for folder in named if any(name.endswith(WHOLE) for name in os.listdir(folder))}
+        except OSError:
+            return False
+        return bool(filled) and self.folder not in filled
+
     def _file(self, block_hash: bytes) -> Path:
         return self.folder / (block_hash.hex() + WHOLE)
 

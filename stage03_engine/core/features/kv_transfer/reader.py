@@ -1,15 +1,22 @@
-"""The thread that reads blocks: API keys take turns block by block, and within a key its HTTP requests do. So a slow disk that many requests of one
-key ask delays a request of another by as many blocks as that has itself. No torch."""
+"""Blocks of a folder, read before they are needed. One thread reads: API keys take turns block by block, and within a key its HTTP requests do. So a slow
+disk that many requests of one key ask delays a request of another by as many blocks as that has itself. No torch."""
 
 from __future__ import annotations
 
+import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
 
 import msgspec
 
+from stage03_engine.config import VllmConfig
 from stage03_engine.core.features.kv_transfer.block_store import BlockStore
 from stage03_engine.core.features.turns.turns import Asker, Turns
+from stage03_engine.core.kv_cache_size import kv_block_bytes
+from stage03_engine.core.request import Request
+from stagetrace.ids import root_of
+
+logger = logging.getLogger(__name__)
 
 
 class Found(msgspec.Struct):
@@ -18,7 +25,6 @@ class Found(msgspec.Struct):
     first: int
     num_bytes: int  # that it takes, or may take while it is being read
     blocks: list[bytes] = []
-    late_at: float = 0.0  # on the clock of `monotonic`
     is_over: bool = False
 
 
@@ -85,3 +91,74 @@ class BlockReader:
         """End the thread, once it comes back from the disk."""
         self._closed = True
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+class ReadAhead:
+    """What the folder has for requests that wait, in `kv_buffer_size` bytes: a request for whose blocks there is no memory is computed."""
+
+    def __init__(self, config: VllmConfig) -> None:
+        self._room, self._block_bytes = config.kv_transfer_config.buffer_bytes, kv_block_bytes(config)
+        store = BlockStore.of(config)
+        if store.only_of_others():
+            logger.warning(
+                "%s has KV-cache blocks of other models or settings only (weights, number format, block size): none is found",
+                config.kv_transfer_config.path,
+            )
+        self._reader = BlockReader(store)
+        self._found: dict[str, Found] = {}
+        self._reading: dict[str, Future[None]] = {}
+        self.num_bytes = 0  # in _found, and what is being read may become
+
+    def ask(self, request: Request, first: int, hashes: list[bytes], may_wait: bool) -> Future[None] | int:
+        """How many of the blocks with these hashes, the request's from number `first` on, are at hand; a Future if they are still being read. Whether they are
+        there is for the thread to see: a slow disk must not hold up the steps."""
+        request_id = request.request_id
+        if request_id not in self._found and not self._begin(request, first, hashes):
+            return 0
+        found, reading = self._found[request_id], self._reading.get(request_id)
+        if reading is not None:
+            if may_wait and not reading.done():
+                return reading
+            self._end(request_id)
+            self.num_bytes += sum(map(len, found.blocks)) - found.num_bytes
+            found.num_bytes = sum(map(len, found.blocks))
+        return len(found.blocks)
+
+    def _begin(self, request: Request, first: int, hashes: list[bytes]) -> bool:
+        wanted = hashes[: max(0, self._room - self.num_bytes) // self._block_bytes]
+        if wanted:
+            found = self._found[request.request_id] = Found(first, len(wanted) * self._block_bytes)
+            self.num_bytes += found.num_bytes
+            asker = Asker(request.tenant, root_of(request.request_id))
+            self._reading[request.request_id] = self._reader.read(asker, found, wanted)
+        return bool(wanted)
+
+    def _end(self, request_id: str) -> None:
+        """Nothing more is added to what was read."""
+        if (reading := self._reading.pop(request_id, None)) is not None:
+            self._reader.end(self._found[request_id])
+            if reading.done():
+                reading.result()  # raises what nobody expected
+
+    def take(self, request_id: str, first: int, count: int) -> list[bytes]:
+        """The request's blocks from number `first` on; all others are given up."""
+        found = self._found.get(request_id)
+        blocks = found.blocks[first - found.first :][:count] if found and count else []
+        self.drop(request_id)
+        return blocks
+
+    def drop(self, request_id: str) -> None:
+        """Give up what was read for a request, or may still be."""
+        self._end(request_id)
+        if (found := self._found.pop(request_id, None)) is not None:
+            self.num_bytes -= found.num_bytes
+
+    def check_invariants(self, waiting: set[str]) -> None:
+        """Raises AssertionError."""
+        assert self._found.keys() <= waiting, "blocks were read for a request that does not wait"
+        assert self._reading.keys() <= self._found.keys()
+        assert self.num_bytes == sum(found.num_bytes for found in self._found.values()), "bytes are lost"
+
+    def shutdown(self) -> None:
+        """End the thread, once it comes back from the disk."""
+        self._reader.shutdown()

@@ -98,7 +98,7 @@ class DraftModelHook(Drafter):
                 places.append((request_id, first, end))
                 self._computed[request_id] = end
         self._run(places, [i for i, place in enumerate(places) if place[0] in lengths], drafts, scheduler_output)
-        return bool(places)
+        return 1 if places else 0
 
     def _extend(self, lengths: dict[str, int], drafts: dict[str, list[int]], scheduler_output: SchedulerOutput) -> bool:
         """A pass of one token per request, its newest draft: the next draft follows from it. The last draft is computed only if it fills

@@ -167,10 +167,7 @@ def check_draft_model(config: VllmConfig) -> None:
 def check_own_blocks(config: VllmConfig) -> None:
     """Of what drafts with keys and values of its own. Raises ConfigError where blocks travel without its part of them."""
     what = {"draft_model": "a draft model", "eagle": "an EAGLE head"}[config.speculative_config.method]
-    if (
-        getattr(config, "kv_transfer_config", None) is not None
-        and config.kv_transfer_config.kv_transfer_config is not None
-    ):
+    if getattr(config, "kv_transfer_config", None) is not None and config.kv_transfer_config.path is not None:
         raise ConfigError(
             f"kv_transfer_config cannot be combined with {what}: its folder holds the target's keys and values alone; leave "
             "out one of the two"

@@ -1,0 +1,89 @@
+"""The worker's side of offloading: blocks of the KV cache to places in CPU memory and back (vLLM: v1/kv_offload). With a folder, from memory into files as well.
+
+A thread copies to memory. Another one writes files, from copies of its own, so that a slow disk holds no block and no place; when too many wait for it, blocks
+are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from stage03_engine.config import VllmConfig
+from stage03_engine.core.features.kv_transfer.base import KVConnectorWorker
+from stage03_engine.core.features.kv_transfer.offloading import num_cpu_blocks
+from stage03_engine.core.features.kv_transfer.shared_storage_copies import (
+    FolderWriter,
+    block_from_bytes,
+    block_to_bytes,
+)
+from stage03_engine.core.kv_cache_size import kv_block_bytes
+from stage03_engine.core.model_runner import ModelRunner
+from stage03_engine.errors import ConfigError
+
+
+class OffloadingConnectorWorker(KVConnectorWorker):
+    """Has the memory."""
+
+    def __init__(self, runner: ModelRunner, config: VllmConfig) -> None:
+        super().__init__(runner, config)
+        self._memory: list[Tensor] = []  # like the KV cache, with places for blocks
+        self._most_waiting = config.kv_transfer_config.buffer_bytes // kv_block_bytes(config)
+        self._folder = FolderWriter(config) if config.kv_transfer_config.path is not None else None
+        self._disk = ThreadPoolExecutor(1, "kv-disk")
+        self._waiting: set[Future[None]] = set()  # to be written to disk
+
+    def register_kv_caches(self) -> None:
+        """Also of what drafts in the same blocks. Raises ConfigError."""
+        count, cpu = num_cpu_blocks(self.runner.config), torch.device("cpu")
+        try:
+            self._memory = self.runner.new_kv_caches(count, cpu)
+            for hook in self.runner.hooks:
+                self._memory += hook.new_kv_caches(count, cpu)
+        except (MemoryError, ValueError) as error:  # ValueError: more bytes than numpy can count
+            raise ConfigError(
+                f"there is not enough memory for {count} offloaded KV-cache blocks; lower --kv-offloading-size"
+            ) from error
+
+    @property
+    def _kv_caches(self) -> list[Tensor]:
+        return [*self.runner.kv_caches, *(cache for hook in self.runner.hooks for cache in hook.kv_caches)]
+
+    def start_load_kv(self, loads: Sequence[tuple[int, bytes | int]]) -> None:
+        """Block by block: copies so small start no threads, which would wait for a core on a busy machine."""
+        places = [(block, source) for block, source in loads if isinstance(source, int)]
+        for cache, memory in zip(self._kv_caches, self._memory, strict=True):
+            for block, place in places:
+                cache[:, block].copy_(memory[:, place])
+        for block, source in loads:
+            if isinstance(source, bytes):
+                block_from_bytes(self.runner.kv_caches, block, source)
+
+    def save_kv_blocks(self, saves: Sequence[tuple[int, bytes, int]]) -> None:
+        """Copy them in the thread."""
+        if saves:
+            self.save_in_thread([block for block, *_ in saves], self._save, saves)
+
+    def _save(self, saves: Sequence[tuple[int, bytes, int]]) -> None:
+        for cache, memory in zip(self._kv_caches, self._memory, strict=True):
+            for block, _, place in saves:
+                memory[:, place].copy_(cache[:, block])
+        for _, block_hash, place in saves:
+            self._waiting = {each for each in self._waiting if not each.done()}
+            if block_hash and len(self._waiting) < self._most_waiting:
+                data = block_to_bytes(self._memory, place)
+                self._waiting.add(self._disk.submit(self._write, block_hash, data))
+
+    def _write(self, block_hash: bytes, data: bytes) -> None:
+        assert self._folder is not None
+        if not self._folder.holds(block_hash):
+            self._folder.write(block_hash, data)
+
+    def shutdown(self) -> None:
+        """Save what is left, and write it."""
+        super().shutdown()
+        self._disk.shutdown()
+        self._memory = []
