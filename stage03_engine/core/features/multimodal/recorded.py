@@ -1,0 +1,34 @@
+"""Pictures in a replay: the recording shows where they were and which were the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from stage03_engine.config import VllmConfig
+from stage03_engine.core.features.multimodal.encoder_cache import EncoderCacheManager
+from stage03_engine.core.features.multimodal.scheduler_hook import EncoderSchedulerHook, Span
+from stage03_engine.core.request import Request
+from stage03_engine.core.scheduler import Scheduler
+from stage03_engine.messages import EngineCoreRequest
+from stage03_engine.replay.recording import RecordedHook
+from stagetrace import Event
+
+
+class RecordedEncoderHook(RecordedHook, EncoderSchedulerHook):
+    """The scheduler hook of pictures, without pictures. The hashes of blocks are in the recording."""
+
+    def __init__(self, scheduler: Scheduler, config: VllmConfig, created: Event) -> None:
+        RecordedHook.__init__(self, scheduler, config, created)
+        self.spans, self._planned, self._budgeted = {}, {}, False
+
+    def before_arrival(self, message: EngineCoreRequest, params: Mapping[str, Any]) -> None:
+        """The pictures of the request."""
+        if told := params.get("images"):
+            if not self._budgeted:
+                self.budget = self._left = told["budget"]
+                self.cache, self._budgeted = EncoderCacheManager(self.budget), True
+            self.spans[message.request_id] = [Span(*span) for span in told["spans"]]
+
+    def added(self, request: Request) -> None:
+        """They fitted."""
