@@ -16,7 +16,7 @@ SIDE, PATCH = 24, 6  # 16 squares, so 16 places
 PLACES = (SIDE // PATCH) ** 2
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {% for part in message['content'] %}"
-    "{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}{% endif %}{% endfor %}\n{% endfor %}"
+    "{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}{% endif %}{% endfor %} {% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 
@@ -64,9 +64,8 @@ def picture(number: int, size: tuple[int, int] = (40, 30), mode: str = "RGB") ->
     """A picture that differs from those with other numbers."""
     image = Image.new("RGB", size, (37 * number % 256, 91 * number % 256, 200))
     draw = ImageDraw.Draw(image)
-    draw.ellipse(
-        (number % 7, 3, size[0] // 2 + number % 5, size[1] - 4), fill=(255 - 20 * number % 256, 40, 7 * number)
-    )
+    box = (number % 3, 1, size[0] // 2 + number % 5 + 2, max(2, size[1] - 4))
+    draw.ellipse(box, fill=(255 - 20 * number % 256, 40, 7 * number))
     draw.line((0, size[1] - 1, size[0] - 1, number % 9), fill=(255, 255, 0), width=3)
     return image.convert(mode)
 

@@ -61,8 +61,7 @@ class SchedulerHook:
         return True
 
     def holds(self, request: Request) -> bool:
-        """A request is about to wait. True: the scheduler holds it, and others overtake it, until `released` names it. The answer stays the
-        same until then: another hook may release the request first."""
+        """A request is about to wait. True: the scheduler holds it, and others overtake it, until `released`, perhaps of another hook, names it."""
         return False
 
     def released(self) -> Iterable[str]:

@@ -188,8 +188,7 @@ class Scheduler:
         return budget - num_tokens
 
     def _allocate_or_preempt(self, request: Request, num_tokens: int, output: SchedulerOutput) -> list[int] | None:
-        """Blocks for the next `num_tokens` tokens of a running request. Preempts from the end of the queue until enough are
-        free; returns None if `request` itself was preempted."""
+        """Blocks for a running request's next tokens. Preempts from the end of the queue until enough are free; None if it was itself preempted."""
         while True:
             new_blocks = self.kv_cache_manager.allocate_slots(request, request.num_computed_tokens + num_tokens)
             if new_blocks is not None:
@@ -296,8 +295,7 @@ class Scheduler:
             trace.emit("sched.admit", req=request_id, step=self.step, new_blocks=new_blocks, num_prompt_tokens=prompt)
 
     def _trace_held_back(self, rule: str, budget: int) -> None:
-        """Record why no other request was admitted: `rule` stopped the first one in the queue, and that one stops all behind it. The
-        rule is empty if the queue is, and hooks hold back all."""
+        """Record why no other request was admitted: `rule` stopped the first in the queue, and that one all behind it; "": hooks hold all back."""
         first = next((request.request_id for request in self.waiting.in_turn()), None) if rule else None
         others = [request.request_id for request in self.waiting]
         if trace.on:

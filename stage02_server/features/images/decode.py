@@ -35,6 +35,8 @@ def prepared(
             _check_size(width, height, max_pixels, settings)
             image.load()  # of an animation the first picture
             return width, height, _fitted(_rgb(ImageOps.exif_transpose(image)), settings).tobytes()
+    except InvalidRequestError:  # or it would count as a ValueError
+        raise
     except UnidentifiedImageError:
         raise refused(f"is none of {', '.join(FORMATS)}") from None
     except BROKEN:

@@ -53,6 +53,8 @@ class MediaFetcher:
             try:
                 async with asyncio.timeout(self._seconds):
                     return await self._fetch(url, host)
+            except InvalidRequestError:  # or it would count as a ValueError
+                raise
             except TimeoutError:
                 raise self._failed(f"it took longer than {self._seconds} seconds (--media-fetch-seconds)") from None
             except (httpx.HTTPError, OSError, ValueError):
@@ -90,7 +92,7 @@ class MediaFetcher:
             httpx.AsyncClient(trust_env=False, follow_redirects=False, timeout=self._seconds) as client,
             client.stream("GET", target, headers=headers, extensions={"sni_hostname": host}) as answer,
         ):
-            if answer.is_redirect:
+            if answer.has_redirect_location:
                 raise self._failed("its server redirects, which is not followed")
             if answer.status_code != 200:
                 raise self._failed(f"its server says {answer.status_code}")

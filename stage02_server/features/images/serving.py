@@ -1,4 +1,4 @@
-"""Chats with pictures (vllm/entrypoints/chat_utils.py, AsyncMultiModalItemTracker): they are loaded before the prompt is made, and put into
+"""Chats with pictures (vllm/renderers/chat_utils/item_tracker.py, AsyncMultiModalItemTracker): they are loaded before the prompt is made, and put into
 the engine's request after that."""
 
 from __future__ import annotations
@@ -58,6 +58,17 @@ def images_of(request: ChatCompletionRequest) -> list[ContentPart]:
     return [part for part in parts if part.type == "image_url" and part.url is not None]
 
 
+class HeldBytes:
+    """Of the pictures of unfinished requests. An object of its own: what waits for a picture's end must keep nothing else alive."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def let_go(self, size: int) -> None:
+        """So many are not held any more."""
+        self.number -= size
+
+
 class ServingChatWithImages(OpenAIServingChat):
     """Takes the place of the handler of chats. A chat without pictures takes the same way as ever."""
 
@@ -70,7 +81,7 @@ class ServingChatWithImages(OpenAIServingChat):
         self._placeholder, self._shape = info.placeholder, shape
         self._limit = limit_of(self.args.limit_mm_per_prompt, info.modalities)
         self._loader = ImageLoader(self.args, shape.vision.processor)
-        self._held, self._image_bytes = 0, shape.vision.image_bytes
+        self._held, self._image_bytes = HeldBytes(), shape.vision.image_bytes
 
     async def create_chat_completion(self, request: ChatCompletionRequest, raw_request: Request) -> Result:
         """As without pictures. Those are loaded first. Raises InvalidRequestError, and APIError 429 if there is no room for so many."""
@@ -118,17 +129,17 @@ class ServingChatWithImages(OpenAIServingChat):
     def _room_for(self, count: int) -> Iterator[None]:
         """While they are loaded; what the request holds then is counted by `_hold`."""
         more = count * self._image_bytes
-        if self._held + more > self.args.max_held_image_bytes:
+        if self._held.number + more > self.args.max_held_image_bytes:
             message = (
-                f"Unfinished requests hold {self._held} bytes of images, and with this one it would be more than "
+                f"Unfinished requests hold {self._held.number} bytes of images, and with this one it would be more than "
                 f"{self.args.max_held_image_bytes} (--max-held-image-bytes); try again later."
             )
             raise APIError(429, "RateLimitError", message, headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
-        self._held += more
+        self._held.number += more
         try:
             yield
         finally:
-            self._held -= more
+            self._held.let_go(more)
 
     async def tokenize(
         self, request: Any, prompts: Prompts, params: SamplingParams, *rest: Any, **more: Any
@@ -145,8 +156,5 @@ class ServingChatWithImages(OpenAIServingChat):
     def _hold(self, inputs: object, pictures: list[Picture]) -> None:
         """Counts the pictures until nobody has them any more."""
         size = sum(len(picture.data) for picture in pictures)
-        self._held += size
-        weakref.finalize(inputs, self._let_go, size)
-
-    def _let_go(self, size: int) -> None:
-        self._held -= size
+        self._held.number += size
+        weakref.finalize(inputs, self._held.let_go, size)

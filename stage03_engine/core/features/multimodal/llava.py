@@ -6,7 +6,6 @@ token embeddings would: to the layers a picture is some hundred more tokens. The
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 
 import torch
@@ -19,7 +18,7 @@ from stage03_engine.model_shape import ModelShape
 from stage03_engine.multimodal.shape_fields import VisionShape
 from stage04_kernels.attention import AttentionMetadata
 
-_LAYER = re.compile(r"vision_tower\.encoder\.layers\.(\d+)\.")
+_LAYERS = "vision_tower.encoder.layers."
 
 
 class LlavaMultiModalProjector(nn.Module):
@@ -87,8 +86,8 @@ class LlavaForConditionalGeneration(LanguageModel):
         if name.startswith(("lm_head.", "language_model.")):
             inner = self.language_model._parameter_name(name.removeprefix("language_model."))
             return None if inner is None else f"language_model.{inner}"
-        layer = _LAYER.match(name)
-        unused = layer is not None and int(layer[1]) >= self.vision.num_used_layers
+        layer = name.removeprefix(_LAYERS).partition(".")[0]
+        unused = name.startswith(_LAYERS) and layer.isdecimal() and int(layer) >= self.vision.num_used_layers
         if unused or name.endswith("position_ids") or name.startswith("vision_tower.post_layernorm."):
             return None
         return name
