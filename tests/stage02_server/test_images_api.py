@@ -571,7 +571,7 @@ def test_gpt2_loads_nothing_of_it() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     light = [
-        "stage02_server.features.images.content", "stage02_server.features.images.manifest", "stage03_engine.multimodal",
+        "stage02_server.features.images.fields", "stage02_server.features.images.manifest", "stage03_engine.multimodal",
         "stage03_engine.multimodal.manifest", "stage03_engine.multimodal.shape_fields", "stage03_engine.params.multimodal",
     ]  # fmt: skip
     assert json.loads(run.stdout.replace("'", '"')) == light

@@ -38,7 +38,7 @@ FEATURE = Feature(
     room=__package__,
     settings={"FrontendArgs": ImageFlags},
     parts=(
-        Part("content", ".content:ImagePart", key="image_url"),
+        Part("content", ".fields:ImagePart", key="image_url"),
         Part("routes", ".serving:install", tasks=("image",)),
     ),
     needs=("multimodal", "chat_template"),
