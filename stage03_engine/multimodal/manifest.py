@@ -22,8 +22,8 @@ class EncoderFlags:
 
     max_num_encoder_input_tokens: int | None = option(
         None,
-        "for models that see: vectors of pictures that a step may compute, and that are kept until their prompts are computed; "
-        "--max-num-batched-tokens if not given, and at least one picture's",
+        "for models that see: vectors of pictures that are kept, which is also the most that a step computes; --max-num-batched-tokens if not "
+        "given, and at least one picture's",
         at_least=1,
     )
 
@@ -34,7 +34,7 @@ class MultiModalFlags:
 
     @property
     def encoder_budget(self) -> int:
-        """Vectors that the encoder may compute in a step, and that its cache holds."""
+        """Vectors that the encoder's cache holds, and so the most that a step computes."""
         config: VllmConfig = self  # type: ignore[assignment]
         scheduler, vision = config.scheduler_config, config.shape.vision
         given = scheduler.max_num_encoder_input_tokens or scheduler.max_num_batched_tokens

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from small_llava import PLACES, encoded, llava_folder, picture
+from toy_engine import record
 
 from stage02_server.features.images.decode import prepared
 from stage03_engine.arg_utils import EngineArgs
@@ -24,8 +25,12 @@ from stage03_engine.frontend.features.image_inputs import attach
 from stage03_engine.frontend.input_processor import InputProcessor
 from stage03_engine.frontend.tokenizer import init_tokenizer_from_configs
 from stage03_engine.messages import EngineCoreRequest
+from stage03_engine.multimodal.manifest import FEATURE
 from stage03_engine.params.multimodal import Picture
+from stage03_engine.replay.replay import replay
 from stage03_engine.sampling_params import SamplingParams
+from stagetrace import Event, read_run
+from stagetrace.check.reasons import explain
 
 LIMITS = (1 << 20, 1 << 20)
 PROMPTS = {
@@ -256,9 +261,9 @@ def test_the_encoder_runs_once_for_a_picture_of_several_requests(engine: Engine)
 
 def test_the_longest_unused_picture_makes_room(folder: Path) -> None:
     engine = Engine(folder, max_num_encoder_input_tokens=2 * PLACES)
-    for number in (1, 2, 1, 3, 1, 2):  # 3 takes the room of 2
+    for number in (1, 2, 1, 3, 1):  # 3 takes the room of 2
         engine.answer(engine.request(f"{number} {len(engine.decisions)} <image>", [number]))
-    assert engine.encodes() == 4
+    assert engine.encodes() == 3
     assert len(engine.core.executor.worker.model_runner.hooks[0]._cache) == 2  # type: ignore[attr-defined]
 
 
@@ -281,6 +286,38 @@ def test_aborted_requests_leave_nothing(engine: Engine) -> None:
     engine.answer(engine.request("one more", []))
     runner_hook = next(hook for hook in engine.core.executor.worker.model_runner.hooks if hasattr(hook, "_features"))  # type: ignore[attr-defined]
     assert not runner_hook._features
+
+
+def test_a_picture_that_is_computed_makes_room(folder: Path) -> None:
+    """While its request goes on: another one need not wait for the end."""
+    engine = Engine(folder, max_num_encoder_input_tokens=1)
+    engine.core.add_request(engine.request("<image> first", [1], max_tokens=50))
+    engine.core.step()
+    assert not engine.hook.cache.pinned
+    late = engine.request("<image> second", [2])
+    engine.core.add_request(late)
+    assert [output.request_id for output in engine.core.step().outputs][-1] == late.request_id
+
+
+def test_a_request_that_is_preempted_within_a_picture(folder: Path, expected: dict[str, list[int]]) -> None:
+    """Its picture makes room, and is there again when it goes on."""
+    engine = Engine(
+        folder, block_size=4, num_gpu_blocks_override=23, max_model_len=88, max_num_batched_tokens=6, max_num_seqs=4
+    )
+    long, seeing = engine.request("x" * 76, []), engine.request(*PROMPTS["one, first"])
+    engine.core.add_request(long)
+    while engine.core.scheduler.requests[long.request_id].num_tokens < 80:
+        engine.core.step()
+    engine.core.add_request(seeing)
+    tokens, within = list[int](), False
+    while engine.core.has_unfinished_requests:
+        pinned = bool(engine.hook.cache.pinned)
+        for output in engine.core.step().outputs:
+            tokens += output.new_token_ids if output.request_id == seeing.request_id else []
+        if engine.decisions[-1].preempted_req_ids == [seeing.request_id]:
+            within = within or pinned
+            assert not engine.hook.cache.pinned
+    assert within and tokens == expected["one, first"]
 
 
 @pytest.mark.parametrize("text, pictures", [("no place", [1]), ("<image>", []), ("<image> <image>", [1])])
@@ -357,3 +394,44 @@ def test_the_budget_is_at_least_a_picture(folder: Path) -> None:
 
     assert budget() == 2048 and budget(max_num_batched_tokens=300) == 300
     assert budget(max_num_encoder_input_tokens=3) == PLACES and budget(max_num_encoder_input_tokens=100) == 100
+
+
+def recorded(folder: Path, directory: Path, **settings: Any) -> list[Event]:
+    """All prompts at once, twice, with room for one picture at a time; what was recorded."""
+
+    def life() -> None:
+        engine = Engine(folder, max_num_encoder_input_tokens=1, **settings)
+        for _ in range(2):
+            engine.answer(*(engine.request(*each) for each in PROMPTS.values()))
+        engine.core.shutdown()
+
+    return list(read_run(record(directory, life)).events)
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"max_num_batched_tokens": 11, "max_num_seqs": 8}, SETTINGS["preempted"]], ids=str
+)
+def test_a_recording_is_decided_again(more: dict[str, Any], folder: Path, tmp_path: Path) -> None:
+    """Without pictures, tokens and a model."""
+    recorded(folder, tmp_path, **more)
+    assert [(result.difference, result.requests) for result in replay(tmp_path)] == [(None, 2 * len(PROMPTS))]
+
+
+def test_what_the_trace_shows(folder: Path, tmp_path: Path) -> None:
+    events = recorded(folder, tmp_path, max_num_batched_tokens=19, max_num_seqs=8)
+    found = {event.name for event in events}
+    assert set(FEATURE.events) <= found
+    scheduled = [(event.req, event.step, event.args["image"]) for event in events if event.name == "encoder.scheduled"]
+    assert scheduled == [
+        (event.req, event.step, event.args["image"]) for event in events if event.name == "encoder.encoded"
+    ]
+    assert "hooks" in {event.args["rule"] for event in events if event.name == "sched.held_back"}
+    held = next(event for event in events if event.name == "encoder.no_room")
+    assert held.req is not None
+    (text,) = (
+        reason.text
+        for step in explain(tmp_path, held.req)
+        for reason in step.reasons
+        if step.step == held.step and reason.text.startswith("For image")
+    )
+    assert "the encoder has no room beside 1 that are still needed" in text

@@ -33,6 +33,7 @@ CODE: dict[str, tuple[str, str]] = {
     "blocks": (_MANAGER + "allocate_slots", _VLLM_MANAGER + "allocate_slots"),
     "no_chunking": _WAITING,
     "hooks": (_ENCODER + "limited", _VLLM + "_try_schedule_encoder_inputs"),
+    "encoder": (_ENCODER + "limited", _VLLM + "_try_schedule_encoder_inputs"),
     "preempted": (_SCHEDULER + "schedule", _VLLM + "schedule"),
     "order": _WAITING,
     "turn": (_FAIR + "in_turn", "nowhere"),

@@ -19,15 +19,14 @@ class RecordedEncoderHook(RecordedHook, EncoderSchedulerHook):
     """The scheduler hook of pictures, without pictures. The hashes of blocks are in the recording."""
 
     def __init__(self, scheduler: Scheduler, config: VllmConfig, created: Event) -> None:
-        RecordedHook.__init__(self, scheduler, config, created)
-        self.spans, self._planned, self._budgeted = {}, {}, False
+        self.scheduler, self.config = scheduler, config
+        self.cache, self.spans, self._planned = EncoderCacheManager(0), {}, {}
 
     def before_arrival(self, message: EngineCoreRequest, params: Mapping[str, Any]) -> None:
         """The pictures of the request."""
         if told := params.get("images"):
-            if not self._budgeted:
-                self.budget = self._left = told["budget"]
-                self.cache, self._budgeted = EncoderCacheManager(self.budget), True
+            if not self.cache.cache_size:
+                self.cache = EncoderCacheManager(told["room"])
             self.spans[message.request_id] = [Span(*span) for span in told["spans"]]
 
     def added(self, request: Request) -> None:

@@ -1,7 +1,8 @@
 """Pictures in the scheduler (vllm/v1/core/sched/scheduler.py, `_try_schedule_encoder_inputs`). Imports no torch.
 
-A picture is encoded in the step that computes the first of its places, and not before. If the encoder's budget of the step, or its cache,
-has no room for it, the request gets only the tokens in front of it.
+A picture is encoded in the step that computes the first of its places, and not before. If the encoder's cache has no room for it, the
+request gets only the tokens in front of it. What a step encodes it also keeps, so the size of the cache bounds the work of a step too (vLLM
+has two numbers for the two, which are the same unless they are set).
 
 In the scheduler's copy of a prompt a picture's places hold numbers made of its pixels, not the one token that they all share. So blocks
 with different pictures have different hashes, while what stands before a picture is shared as ever. They are negative, as no token is.
@@ -55,10 +56,8 @@ class EncoderSchedulerHook(SchedulerHook):
 
     def __init__(self, scheduler: Scheduler, config: VllmConfig) -> None:
         super().__init__(scheduler, config)
-        self.budget = config.encoder_budget
-        self.cache = EncoderCacheManager(self.budget)
+        self.cache = EncoderCacheManager(config.encoder_budget)
         self.spans: dict[str, list[Span]] = {}  # request -> its pictures
-        self._left = self.budget  # of this step
         # Of this step: request that may run -> the numbers of the pictures that it encodes.
         self._planned: dict[str, list[int]] = {}
 
@@ -97,7 +96,7 @@ class EncoderSchedulerHook(SchedulerHook):
         if (spans := self.spans_of(request)) is None:
             return {}
         told = [[span.offset, span.length, span.picture[:16]] for span in spans]
-        return {"images": {"spans": told, "budget": self.budget}}
+        return {"images": {"spans": told, "room": self.cache.cache_size}}
 
     def spans_of(self, request: Request) -> list[Span] | None:
         """The pictures of a request; None if it has none."""
@@ -107,7 +106,7 @@ class EncoderSchedulerHook(SchedulerHook):
 
     def released(self) -> Iterable[str]:
         """A new step begins."""
-        self._left, self._planned = self.budget, {}
+        self._planned = {}
         return ()
 
     def limited(self, request: Request, computed: int, num_tokens: int) -> int:
@@ -120,20 +119,15 @@ class EncoderSchedulerHook(SchedulerHook):
                 break
             if span.end <= computed or not self._missing(request, number, span):
                 continue
-            if rule := self._no_room_for(span.length):
-                if trace.on:
-                    step, left = self.scheduler.step, self._left
-                    trace.emit(
-                        "encoder.no_room", req=request.request_id, step=step, image=number, rule=rule, budget_left=left
-                    )
+            if not self.cache.can_allocate(span.length):
+                self._trace_no_room(request.request_id, number)
                 return max(0, span.offset - computed)
-            self._left -= span.length
             self.cache.allocate(span.picture, span.length, request.request_id)
             planned.append(number)
             if trace.on:
-                step, left, tokens = self.scheduler.step, self._left, span.length
+                step, tokens, free = self.scheduler.step, span.length, self.cache.num_free
                 trace.emit(
-                    "encoder.scheduled", req=request.request_id, step=step, image=number, tokens=tokens, budget_left=left
+                    "encoder.scheduled", req=request.request_id, step=step, image=number, tokens=tokens, free=free
                 )  # fmt: skip
         return num_tokens
 
@@ -145,10 +139,10 @@ class EncoderSchedulerHook(SchedulerHook):
             trace.emit("encoder.cache_hit", req=request.request_id, step=self.scheduler.step, image=number)
         return not there
 
-    def _no_room_for(self, length: int) -> str:
-        if length > self._left:
-            return "budget"
-        return "" if self.cache.can_allocate(length) else "cache"
+    def _trace_no_room(self, request_id: str, number: int) -> None:
+        if trace.on:
+            step, needed = self.scheduler.step, len(self.cache.pinned)
+            trace.emit("encoder.no_room", req=request_id, step=step, image=number, needed=needed)
 
     def preempted(self, request: Request, output: SchedulerOutput) -> bool:
         """It will need its pictures again when it resumes; until then others may have their room."""
