@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -198,6 +199,33 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def test_blocks_of_pictures_travel_through_a_folder(
+    folder: Path, expected: dict[str, list[int]], tmp_path: Path
+) -> None:
+    """An engine that starts with what another one has left there: it encodes only what is not in whole blocks."""
+    extra = {"shared_storage_path": str(tmp_path)}
+    settings = {
+        "kv_transfer_config": {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": extra},
+        "prefix_caching_hash_seed": "seed",
+        "block_size": 4,
+    }
+    encodes = []
+    for _ in range(2):
+        engine = Engine(folder, **settings)
+        answers = engine.answer(*(engine.request(*each) for each in PROMPTS.values()))
+        assert dict(zip(PROMPTS, answers, strict=True)) == expected
+        encodes.append(engine.encodes())
+        engine.core.shutdown()
+    assert encodes[1] < encodes[0]
+
+
+def test_random_weights_will_do(folder: Path) -> None:
+    """`--load-format dummy`, of tower and projector too."""
+    engine = Engine(folder, load_format="dummy")
+    assert len(engine.answer(engine.request(*PROMPTS["two"]))[0]) == 8
+    engine.core.shutdown()
+
+
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_no_setting_changes_an_answer(settings: dict[str, Any], folder: Path, expected: dict[str, list[int]]) -> None:
     """All prompts at once, twice: the second time much of them is in the caches."""
@@ -380,6 +408,91 @@ def test_what_cannot_be_combined_says_why(what: str, folder: Path) -> None:
     assert "\n" not in str(refusal.value)
     if what != "a model or head that drafts":  # the drafts have a refusal of their own before: other vocabularies
         assert f"{what.partition(',')[0]} cannot be combined with a model that sees: " in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"vision_feature_select_strategy": "full"},
+        {"vision_feature_layer": -1},
+        {"vision_feature_layer": 1},
+        {"multimodal_projector_bias": False},
+        {"tie_word_embeddings": True},
+    ],
+    ids=str,
+)
+def test_settings_of_the_model_mean_what_they_do_in_transformers(changed: dict[str, Any], tmp_path: Path) -> None:
+    from transformers import AutoImageProcessor, LlavaForConditionalGeneration
+
+    folder = llava_folder(tmp_path / "model", **changed)
+    engine = Engine(folder)
+    request = engine.request(*PROMPTS["two"])
+    assert sum(feature.length for feature in request.task.features) == 2 * (PLACES + ("full" in changed.values()))
+    ids = torch.tensor([request.prompt_token_ids])
+    model = LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    processor = AutoImageProcessor.from_pretrained(folder, use_fast=False)
+    pixels = processor([picture(number) for number in PROMPTS["two"][1]], return_tensors="pt")
+    with torch.inference_mode():
+        tokens = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False, eos_token_id=None, **pixels
+        )  # fmt: skip
+    assert engine.answer(request) == [tokens[0, ids.shape[1] :].tolist()]
+    engine.core.shutdown()
+
+
+def test_new_names_of_weights_are_known_too(folder: Path, expected: dict[str, list[int]], tmp_path: Path) -> None:
+    """Newer checkpoints begin all names with `model.`, and the tower has one name more."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(folder, tmp_path / "new")
+    weights = load_file(folder / "model.safetensors")
+    renamed = {
+        name.replace("language_model.model.", "model.language_model.")
+        .replace("language_model.lm_head.", "lm_head.")
+        .replace("multi_modal", "model.multi_modal")
+        .replace("vision_tower.", "model.vision_tower.vision_model."): tensor
+        for name, tensor in weights.items()
+    }
+    assert not renamed.keys() & weights.keys()
+    save_file(renamed, tmp_path / "new/model.safetensors")
+    engine = Engine(tmp_path / "new")
+    assert engine.answer(engine.request(*PROMPTS["two"])) == [expected["two"]]
+    engine.core.shutdown()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"vision_feature_layer": [-2, -1]},
+        {"vision_feature_layer": 9},
+        {"vision_feature_select_strategy": "mean"},
+        {"projector_hidden_act": "relu"},
+        {"image_token_index": 10_000},
+        {"image_token_index": None},
+        {"text_config": {"model_type": "mistral"}},
+        {"text_config": 3},
+        {"vision_config": {"model_type": "siglip_vision_model"}},
+    ],
+    ids=str,
+)
+def test_models_that_are_refused(changed: dict[str, Any], folder: Path, tmp_path: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    for key, value in changed.items():
+        config[key] = config[key] | value if isinstance(value, dict) else value
+    for name in ("preprocessor_config.json", "tokenizer.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(folder / name)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError):
+        EngineArgs.from_kwargs(model=str(tmp_path))
+
+
+def test_settings_of_pictures_must_be_there(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"there is no preprocessor_config\.json"):
+        EngineArgs.from_kwargs(model=str(tmp_path))
 
 
 def test_a_model_that_sees_makes_no_vectors_of_texts(folder: Path) -> None:
