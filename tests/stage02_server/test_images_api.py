@@ -201,6 +201,13 @@ def test_the_template_of_a_string_has_images_too(serve: Callable[..., InProcessS
     assert request.prompt_token_ids == server.engine.tokenizer.encode(f"[What?\n{'<image>' * PLACES}]", False)
 
 
+def test_an_answer_does_not_continue_an_image(serve: Callable[..., InProcessServer]) -> None:
+    fields = {"continue_final_message": True, "add_generation_prompt": False}
+    server = serve()
+    assert "which continue_final_message is to continue" in refusal(server, chat("What?", image(1), **fields))
+    assert server.post(CHAT, chat(image(1), "What?", **fields)).status_code == 200
+
+
 def test_an_address_may_be_a_plain_text(serve: Callable[..., InProcessServer]) -> None:
     server = serve()
     part = {"type": "image_url", "image_url": data_url(encoded(picture(1)))}
