@@ -20,6 +20,8 @@ from stage03_engine.config import VllmConfig
 from stage03_engine.core.engine_core import EngineCore
 from stage03_engine.core.features.multimodal.messages import WORK
 from stage03_engine.core.features.multimodal.scheduler_hook import EncoderSchedulerHook
+from stage03_engine.core.hooks import SchedulerHook
+from stage03_engine.core.request import Request
 from stage03_engine.core.sched_output import SchedulerOutput
 from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.frontend.features.image_inputs import attach
@@ -346,6 +348,17 @@ def test_a_request_that_is_preempted_within_a_picture(folder: Path, expected: di
             within = within or pinned
             assert not engine.hook.cache.pinned
     assert within and tokens == expected["one, first"]
+
+
+def test_a_request_that_another_hook_refuses_leaves_nothing(engine: Engine) -> None:
+    class Refuses(SchedulerHook):
+        def added(self, request: Request) -> None:
+            raise InvalidRequestError("No.")
+
+    engine.core.scheduler.hooks.append(Refuses(engine.core.scheduler, engine.config))
+    with pytest.raises(InvalidRequestError, match="No."):
+        engine.core.add_request(engine.request("<image>", [1]))
+    assert not engine.hook.spans and not engine.hook.cache.lengths
 
 
 @pytest.mark.parametrize("text, pictures", [("no place", [1]), ("<image>", []), ("<image> <image>", [1])])

@@ -14,6 +14,7 @@ import hashlib
 from array import array
 from collections.abc import Iterable
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from msgspec.structs import replace
 
@@ -57,9 +58,10 @@ class EncoderSchedulerHook(SchedulerHook):
     def __init__(self, scheduler: Scheduler, config: VllmConfig) -> None:
         super().__init__(scheduler, config)
         self.cache = EncoderCacheManager(config.encoder_budget)
-        self.spans: dict[str, list[Span]] = {}  # request -> its pictures
+        # Weak, because another hook may still refuse a request.
+        self.spans: WeakKeyDictionary[Request, list[Span]] = WeakKeyDictionary()  # request -> its pictures
         # Of this step: request that may run -> the numbers of the pictures that it encodes.
-        self._planned: dict[str, list[int]] = {}
+        self._planned: dict[Request, list[int]] = {}
 
     def added(self, request: Request) -> None:
         """Raises InvalidRequestError for pictures that do not fit their prompt."""
@@ -83,7 +85,7 @@ class EncoderSchedulerHook(SchedulerHook):
             raise InvalidRequestError("The prompt has more places than images.", "messages")
         own = [replace(feature, identifier=self._named(request, feature.identifier)) for feature in inputs.features]
         request.task = MultiModalInputs(own)  # the runner knows each by the same name
-        self.spans[request.request_id] = [Span(each.offset, each.length, each.identifier) for each in own]
+        self.spans[request] = [Span(each.offset, each.length, each.identifier) for each in own]
 
     def _named(self, request: Request, identifier: str) -> str:
         """Keys share vectors no more than they share blocks: nobody finds out what another has shown."""
@@ -93,14 +95,10 @@ class EncoderSchedulerHook(SchedulerHook):
 
     def traced_params(self, request: Request) -> dict[str, Any]:
         """Where its pictures are, and which are the same."""
-        if (spans := self.spans_of(request)) is None:
+        if (spans := self.spans.get(request)) is None:
             return {}
         told = [[span.offset, span.length, span.picture[:16]] for span in spans]
         return {"images": {"spans": told, "room": self.cache.cache_size}}
-
-    def spans_of(self, request: Request) -> list[Span] | None:
-        """The pictures of a request; None if it has none."""
-        return self.spans.get(request.request_id)
 
     # A step
 
@@ -111,9 +109,9 @@ class EncoderSchedulerHook(SchedulerHook):
 
     def limited(self, request: Request, computed: int, num_tokens: int) -> int:
         """The tokens up to the first picture that cannot be encoded now. All others among these tokens are pinned."""
-        if (spans := self.spans.get(request.request_id)) is None:
+        if (spans := self.spans.get(request)) is None:
             return num_tokens
-        planned = self._planned.setdefault(request.request_id, [])
+        planned = self._planned.setdefault(request, [])
         for number, span in enumerate(spans):
             if span.offset >= computed + num_tokens:
                 break
@@ -146,44 +144,45 @@ class EncoderSchedulerHook(SchedulerHook):
 
     def preempted(self, request: Request, output: SchedulerOutput) -> bool:
         """It will need its pictures again when it resumes; until then others may have their room."""
-        self._unplan(request.request_id)
-        self._release(request.request_id)
+        self._unplan(request)
+        self._release(request)
         return False
 
-    def _unplan(self, request_id: str) -> None:
+    def _unplan(self, request: Request) -> None:
         """The request runs in this step no more than those after it, so nobody else counts on what it was to encode."""
-        for number in self._planned.pop(request_id, ()):
-            span = self.spans[request_id][number]
+        for number in self._planned.pop(request, ()):
+            span = self.spans[request][number]
             if span.picture in self.cache.lengths:
                 self.cache.forget(span.picture)
 
-    def _release(self, request_id: str) -> None:
-        for span in self.spans.get(request_id, ()):
-            self.cache.release(span.picture, request_id)
+    def _release(self, request: Request) -> None:
+        for span in self.spans.get(request, ()):
+            self.cache.release(span.picture, request.request_id)
 
     def scheduled(self, output: SchedulerOutput) -> None:
         """Tell the runner what to encode, and what to drop. A request that found no blocks after all encodes and pins nothing."""
-        for request_id in [each for each in self._planned if each not in output.num_scheduled_tokens]:
-            self._unplan(request_id)
-            self._release(request_id)
+        for request in [each for each in self._planned if each.request_id not in output.num_scheduled_tokens]:
+            self._unplan(request)
+            self._release(request)
         evicted = self.cache.take_evicted()
         if trace.on and evicted:
             trace.emit("encoder.evicted", step=output.step, images=len(evicted))
-        encode = [(request_id, number) for request_id, numbers in self._planned.items() for number in numbers]
+        encode = [(request.request_id, number) for request, numbers in self._planned.items() for number in numbers]
         if encode or evicted:
             WORK.put(output.extras, EncoderWork(encode, evicted))
 
     def decided(self, output: SchedulerOutput) -> None:
         """A picture whose places are all computed is not needed any more."""
         for request_id in output.num_scheduled_tokens:
-            for span in self.spans.get(request_id, ()):
-                if span.end <= self.scheduler.requests[request_id].num_computed_tokens:
+            request = self.scheduler.requests[request_id]
+            for span in self.spans.get(request, ()):
+                if span.end <= request.num_computed_tokens:
                     self.cache.release(span.picture, request_id)
 
     def finished(self, request: Request) -> None:
         """Nor are those of a request that has ended."""
-        self._release(request.request_id)
-        self.spans.pop(request.request_id, None)
+        self._release(request)
+        self.spans.pop(request, None)
 
     def check_invariants(self) -> None:
         """Raises AssertionError."""
