@@ -319,6 +319,7 @@ def test_how_much_all_requests_hold(serve: Callable[..., InProcessServer]) -> No
     response = server.post(CHAT, chat(image(1), image(2)))
     assert response.status_code == 429 and "Retry-After" in response.headers
     assert "(--max-held-image-bytes)" in response.json()["error"]["message"]
+    assert server.post(CHAT, chat(image(1), n=2, temperature=1)).status_code == 429, "each answer has its own"
     assert handler._held.number in (0, size)  # the last request may still be in some frame
     refusal(server, chat(image(b"broken")))
     assert handler._held.number in (0, size), "a refused image is still counted"

@@ -23,7 +23,6 @@ from stage02_server.streaming import run_until_disconnect
 from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.frontend.features.image_inputs import attach
 from stage03_engine.multimodal.registry import MULTIMODAL_REGISTRY
-from stage03_engine.params.multimodal import Picture
 from stage03_engine.sampling_params import SamplingParams
 from stagetrace import trace
 
@@ -89,14 +88,15 @@ class ServingChatWithImages(OpenAIServingChat):
         if not parts:
             return await super().create_chat_completion(request, raw_request)
         self.check(request)
-        self._check_count(request, len(parts))
+        copies = self._checked_copies(request, len(parts))
         address, key = raw_request.client.host if raw_request.client else "", TENANT.get()
         client, req = address if key is None else f"key {key}", raw_request.state.ids.engine_id(0)
-        with self._room_for(len(parts)):
+        with self._room_for(copies):
             await run_until_disconnect(raw_request.receive, self._load(parts, client, req))
         return await super().create_chat_completion(request, raw_request)
 
-    def _check_count(self, request: ChatCompletionRequest, count: int) -> None:
+    def _checked_copies(self, request: ChatCompletionRequest, count: int) -> int:
+        """How many images the engine will hold: each answer of `n` has its own. Raises InvalidRequestError."""
         if count > self._limit:
             raise InvalidRequestError(
                 f"At most {self._limit} image(s) may be provided in one prompt, got {count} (--limit-mm-per-prompt).",
@@ -112,6 +112,7 @@ class ServingChatWithImages(OpenAIServingChat):
                 f"n (or best_of) times the number of images must be at most {MOST_COPIES}, got {answers} times {count}.",
                 "n",
             )
+        return answers * count
 
     async def _load(self, parts: list[ContentPart], client: str, req: str) -> None:
         for number, part in enumerate(parts):
@@ -126,9 +127,9 @@ class ServingChatWithImages(OpenAIServingChat):
                 )  # fmt: skip
 
     @contextmanager
-    def _room_for(self, count: int) -> Iterator[None]:
+    def _room_for(self, copies: int) -> Iterator[None]:
         """While they are loaded; what the request holds then is counted by `_hold`."""
-        more = count * self._image_bytes
+        more = copies * self._image_bytes
         if self._held.number + more > self.args.max_held_image_bytes:
             message = (
                 f"Unfinished requests hold {self._held.number} bytes of images, and with this one it would be more than "
@@ -150,11 +151,11 @@ class ServingChatWithImages(OpenAIServingChat):
             params = msgspec.structs.replace(params, num_images=len(pictures))
         requests = await super().tokenize(request, prompts, params, *rest, **more)
         for each in requests.engine_requests if pictures else ():
-            self._hold(attach(each, pictures, self._shape), pictures)
+            self._hold(attach(each, pictures, self._shape), len(pictures) * params.num_answers)
         return requests
 
-    def _hold(self, inputs: object, pictures: list[Picture]) -> None:
-        """Counts the pictures until nobody has them any more."""
-        size = sum(len(picture.data) for picture in pictures)
+    def _hold(self, inputs: object, copies: int) -> None:
+        """Counts the images until nobody has them any more."""
+        size = copies * self._image_bytes
         self._held.number += size
         weakref.finalize(inputs, self._held.let_go, size)
