@@ -73,6 +73,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 ELSEWHERE = {
     "quantized_checkpoints": "another checkpoint, test_quantized_checkpoints",
     "nodes": "several machines, test_machines",
+    "multimodal": "another model, test_multimodal",
     "in_process": "of the server, test_in_process",
     "pooling": "another kind of model, test_together",
     "data_parallel": "several engines, test_data_parallel",

@@ -52,9 +52,8 @@ class SchedulerHook:
         return {}
 
     def poll(self) -> tuple[list[EngineCoreOutput], bool | None]:
-        """Before each step: the last outputs of requests that the hook ended since (`Scheduler.finish_requests`), and whether there is
-        something to run: True, one that it held back may run; False, nothing can, as far as it sees (it may have waited a moment for that to change);
-        None, it does not know. One True is enough for a step."""
+        """Before each step: the last outputs of requests that the hook ended since (`Scheduler.finish_requests`), and whether there is something
+        to run: True, one that it held back may; False, nothing can, as far as it sees (perhaps after a moment); None, it does not know. One True is enough."""
         return [], None
 
     def may_look_ahead(self) -> bool:
@@ -62,8 +61,7 @@ class SchedulerHook:
         return True
 
     def holds(self, request: Request) -> bool:
-        """A request is about to wait. True: the scheduler holds it, and others overtake it, until `released` names it. The answer stays the
-        same until then: another hook may release the request first."""
+        """A request is about to wait. True: the scheduler holds it, and others overtake it, until `released`, perhaps of another hook, names it."""
         return False
 
     def released(self) -> Iterable[str]:
@@ -80,6 +78,10 @@ class SchedulerHook:
     ) -> None:
         """A request was admitted, or resumed. The hook brings the `num_matched` tokens that it has said, from token `first` on, into
         their places in `new_blocks` before the model runs (vLLM: update_state_after_alloc)."""
+
+    def limited(self, request: Request, computed: int, num_tokens: int) -> int:
+        """How many of the `num_tokens` tokens after the first `computed` the request gets in this step; 0: it waits, and who comes behind it."""
+        return num_tokens
 
     def preempted(self, request: Request, output: SchedulerOutput) -> bool:
         """A request is about to lose its blocks. True: the hook keeps its keys and values, and will match them."""
@@ -180,8 +182,7 @@ class RunnerHook:
         """Token ids by request, one per row of logits; the hook may drop some from the end of a list."""
 
     def collect(self, output: ModelRunnerOutput, scheduler_output: SchedulerOutput) -> None:
-        """The step is over, and the batch holds the new tokens. Adds to what the scheduler is told. Also called in steps in which no token
-        is scheduled."""
+        """The step is over, and the batch holds its tokens, if any were scheduled. Adds to what the scheduler is told."""
 
     def shutdown(self) -> None:
         """The engine ends."""

@@ -142,19 +142,13 @@ class Scheduler:
         for hook in self.hooks:
             hook.decided(output)
         if trace.on:
-            self._trace_output(output)
-        return output
-
-    def _trace_output(self, output: SchedulerOutput) -> None:
-        """Record that the step is decided."""
-        if trace.on:
             total, free = output.total_num_scheduled_tokens, self.kv_cache_manager.block_pool.num_free
             budget = self.config.max_num_batched_tokens
             trace.emit("sched.output", step=self.step, total_tokens=total, budget=budget, free_blocks=free)
+        return output
 
     def _limited(self, num_tokens: int, budget: int) -> int:
-        """How many of a request's missing tokens this step computes: within the budget, and for a long prompt within
-        `long_prefill_token_threshold` while there are other requests."""
+        """How many of a request's missing tokens this step computes: within the budget and, while there are others, a long prompt's threshold."""
         threshold = self.config.long_prefill_token_threshold
         if 0 < threshold < num_tokens and len(self.requests) > 1:
             num_tokens = threshold
@@ -169,7 +163,9 @@ class Scheduler:
             if budget <= 0:
                 break
             num_tokens = self._limited(request.num_tokens - request.num_computed_tokens, budget)
-            if not num_tokens:  # a step in flight computes its last token
+            for hook in self.hooks:
+                num_tokens = hook.limited(request, request.num_computed_tokens, num_tokens)
+            if not num_tokens:  # a step in flight computes its last token, or a hook allows none
                 continue
             new_blocks = self._allocate_or_preempt(request, num_tokens, output)
             if new_blocks is None:  # the request itself was the last one, and was preempted
@@ -192,8 +188,7 @@ class Scheduler:
         return budget - num_tokens
 
     def _allocate_or_preempt(self, request: Request, num_tokens: int, output: SchedulerOutput) -> list[int] | None:
-        """Blocks for the next `num_tokens` tokens of a running request. Preempts from the end of the queue until enough are
-        free; returns None if `request` itself was preempted."""
+        """Blocks for a running request's next tokens. Preempts from the end of the queue until enough are free; None if it was itself preempted."""
         while True:
             new_blocks = self.kv_cache_manager.allocate_slots(request, request.num_computed_tokens + num_tokens)
             if new_blocks is not None:
@@ -225,8 +220,7 @@ class Scheduler:
         output.preempted_req_ids.append(request_id)
 
     def _schedule_waiting(self, output: SchedulerOutput, budget: int) -> None:
-        """Admit waiting requests in order while budget, batch and blocks last. The first that does not fit holds back all
-        after it."""
+        """Admit waiting requests in order while budget, batch and blocks last. The first that does not fit holds back all others."""
         rule = ""
         for request in self.waiting.in_turn():
             if budget <= 0 or len(self.running) >= self.config.max_num_seqs:
@@ -239,6 +233,11 @@ class Scheduler:
                 rule = "no_chunking"
                 break
             num_tokens = self._limited(missing, budget)
+            for hook in self.hooks:
+                num_tokens = hook.limited(request, computed, num_tokens)
+            if not num_tokens:
+                rule = "hooks"
+                break
             new_blocks = self.kv_cache_manager.allocate_slots(request, computed + num_tokens, hits)
             if new_blocks is None:
                 rule = "blocks"
@@ -249,8 +248,7 @@ class Scheduler:
             self._trace_held_back(rule, budget)
 
     def _known_tokens(self, request: Request, num_hits: int) -> int:
-        """How many of the request's tokens need not be computed: those in the `num_hits` blocks of the prefix cache, and what each hook in turn
-        has after them."""
+        """How many of the request's tokens need not be computed: those in `num_hits` cached blocks, and what each hook in turn has after them."""
         known = num_hits * self.kv_cache_manager.block_size
         for hook in self.hooks:
             known += hook.num_matched(request, known)
@@ -297,8 +295,7 @@ class Scheduler:
             trace.emit("sched.admit", req=request_id, step=self.step, new_blocks=new_blocks, num_prompt_tokens=prompt)
 
     def _trace_held_back(self, rule: str, budget: int) -> None:
-        """Record why no other request was admitted: `rule` stopped the first one in the queue, and that one stops all behind it. The
-        rule is empty if the queue is, and hooks hold back all."""
+        """Record why no other request was admitted: `rule` stopped the first in the queue, and that one all behind it; "": hooks hold all back."""
         first = next((request.request_id for request in self.waiting.in_turn()), None) if rule else None
         others = [request.request_id for request in self.waiting]
         if trace.on:

@@ -147,7 +147,6 @@ ONE = {
     "connection": "else uvicorn's own protocol",
     "error": "else OpenAI's form",
     "names": "else --served-model-name",
-    "shape": "else GPT-2's fields",
     "core": "else EngineCore",
     "policy": "else fcfs and priority",
     "async_llm": "else its own methods",

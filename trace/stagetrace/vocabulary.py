@@ -227,7 +227,7 @@ _ROWS = [
         "The request gets this many tokens in this step, of those that it was missing, from a budget of which this much was left.", "v1/core/sched/scheduler.py schedule"),
     _optional("sched.held_back", 8, ENGINE, {"rule": "str", "first": "str | None", "behind": "list[str]", "held": "list[str]", "budget_left": "int",
                                              "free_blocks": "int", "num_running": "int"},
-        "Requests still wait after this decision: `first` because of `rule` (budget, max_num_seqs, blocks, no_chunking, preempted), those behind because none overtakes, "
+        "Requests still wait after this decision: `first` because of `rule` (budget, max_num_seqs, blocks, no_chunking, hooks, preempted), those behind because none overtakes, "
         "others for what a feature prepares for them (a grammar, blocks from a folder).", "v1/core/sched/scheduler.py schedule"),
     _optional("sched.preempt", 8, ENGINE, {"freed_blocks": "int", "num_computed": "int", "swapped": "bool", "needed_by": "str", "free_before": "int"},
         "Too few blocks were free for `needed_by`: the request gave its own back and waits again; swapped = its keys and values went to CPU memory.",
@@ -311,6 +311,18 @@ _ROWS = [
     Row("sched.token", 8, ENGINE, {"num_tokens": "int", "sampled": "int", "num_output_tokens": "int", "token_ids": "list[int]", "block_hashes": "list[str]"},
         "The request received new tokens, of those that were sampled: what comes after its end is dropped. Their ids only with --trace-prompts; the hashes are of the blocks "
         "that they filled.", "v1/core/sched/scheduler.py update_from_output"),
+    _optional("image.loaded", 6, SERVER, {"image": "int", "bytes": "int", "width": "int", "height": "int", "seconds": "float", "fetched": "bool"},
+        "An image of a chat was decoded, resized and cropped, in a process of its own; `fetched`: from another server.", "multimodal/media/image.py ImageMediaIO"),
+    _optional("encoder.scheduled", 8, ENGINE, {"image": "int", "tokens": "int", "free": "int"},
+        "This step computes the first of an image's places: the encoder must compute its vectors before. `free`: for so many more its cache has room unused.", "v1/core/sched/scheduler.py _try_schedule_encoder_inputs"),
+    _optional("encoder.cache_hit", 8, ENGINE, {"image": "int"}, "The vectors of an image are there already: another request showed the same one.",
+        "v1/core/encoder_cache_manager.py check_and_update_cache"),
+    _optional("encoder.no_room", 8, ENGINE, {"image": "int", "needed": "int"},
+        "The request gets only the tokens in front of an image: the encoder's cache is full with so many others, which are still needed.",
+        "v1/core/sched/scheduler.py _try_schedule_encoder_inputs"),
+    _optional("encoder.evicted", 8, ENGINE, {"images": "int"}, "The vectors of so many images made room for others.", "v1/core/encoder_cache_manager.py allocate"),
+    _optional("encoder.encoded", 8, ENGINE, {"image": "int", "tokens": "int", "seconds": "float"}, "The vision tower and the projector turned an image into vectors.",
+        "v1/worker/gpu_model_runner.py _execute_mm_encoder"),
     _optional("whisper.encoded", 8, ENGINE, {"seconds": "float"}, "This much audio went through Whisper's encoder; the decoder's tokens follow.",
         "model_executor/models/whisper.py WhisperEncoder"),
     _optional("whisper.aligned", 8, ENGINE, {"tokens": "int"}, "The decoder's attention to the audio showed when each of this many tokens was spoken.", "-"),

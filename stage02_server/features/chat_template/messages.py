@@ -17,8 +17,8 @@ def plain_message(message: ChatMessageParam, content_format: str) -> dict[str, A
     """A message as a template sees it: fields that the client left out are not there, but `content` always is.
 
     With `content_format` "string" the content is one text (parts are joined by line breaks, as in vLLM), with "openai" a list
-    of {"type": "text", "text": ...}. Reasoning has both its names, as templates know one or the other. Raises
-    InvalidRequestError for a part that is not text, and a field that would be lost.
+    of {"type": "text", "text": ...}, in which an image is {"type": "image"}. Reasoning has both its names, as templates know one or the other. Raises
+    InvalidRequestError for a part that cannot be served, and a field that would be lost.
     """
     for name in _NOT_BUILT:
         if (message.model_extra or {}).get(name):
@@ -26,7 +26,7 @@ def plain_message(message: ChatMessageParam, content_format: str) -> dict[str, A
     parts = text_parts(message)
     plain: dict[str, Any] = {"role": message.role, "content": "\n".join(parts)}
     if content_format == "openai":
-        plain["content"] = [{"type": "text", "text": text} for text in parts]
+        plain["content"] = [_seen(kind, text) for kind, text in zip(_kinds(message), parts, strict=True)]
     for name in ("name", "tool_call_id"):
         if (value := getattr(message, name)) is not None:
             plain[name] = value
@@ -36,6 +36,16 @@ def plain_message(message: ChatMessageParam, content_format: str) -> dict[str, A
     if message.tool_calls:
         plain["tool_calls"] = [_plain_call(call) for call in message.tool_calls]
     return plain
+
+
+def _kinds(message: ChatMessageParam) -> list[str]:
+    content = message.content
+    return [getattr(part, "type", "text") for part in content] if isinstance(content, list) else ["text"]
+
+
+def _seen(kind: str, text: str) -> dict[str, str]:
+    """A template writes the token of an image itself."""
+    return {"type": "image"} if kind == "image_url" else {"type": "text", "text": text}
 
 
 def _plain_call(call: MessageToolCall) -> dict[str, Any]:

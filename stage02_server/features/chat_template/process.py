@@ -128,7 +128,7 @@ def _cut_after(prompt: str, message: dict[str, Any]) -> str:
     Takes time in proportion to the prompt. `find` guarantees that, `rfind` does not: so both texts are turned round.
     """
     content = message["content"]
-    text, turned = content if isinstance(content, str) else content[-1]["text"], prompt[::-1]
+    text, turned = content if isinstance(content, str) else content[-1].get("text", ""), prompt[::-1]
     for wanted in (text, text.rstrip(), text.strip()):
         if wanted.strip() and (place := turned.find(wanted[::-1])) >= 0:
             return prompt[: len(prompt) - place]

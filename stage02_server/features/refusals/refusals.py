@@ -34,8 +34,11 @@ ABSENT: dict[str, tuple[str, str]] = {
     "/sleep": ("POST", _NO_SLEEP),
     "/wake_up": ("POST", _NO_SLEEP),
     "/is_sleeping": ("GET", _NO_SLEEP),
-    "/reset_mm_cache": ("POST", "its model takes no images, sounds or videos, so there is no cache of them"),
-    "/reset_encoder_cache": ("POST", "its model has no encoder, so there is no cache of its outputs"),
+    "/reset_mm_cache": ("POST", "images are prepared anew for each request, so there is no cache of them"),
+    "/reset_encoder_cache": (
+        "POST",
+        "what the encoder made of an image makes room by itself; only the same image finds it",
+    ),
     "/collective_rpc": ("POST", "calling methods of the engine by name is nothing to offer over HTTP"),
     "/init_weight_transfer_engine": ("POST", _NO_WEIGHT_UPDATES),
     "/update_weights": ("POST", _NO_WEIGHT_UPDATES),

@@ -23,6 +23,7 @@ _FAIR = "stage03_engine/core/features/fair_queue/fair_queue.py FairQueue."
 _WAITING = (_SCHEDULER + "_schedule_waiting", _VLLM + "schedule")
 _STOP = ("stage03_engine/core/request.py check_stop", "vllm/v1/core/sched/utils.py check_stop")
 
+_ENCODER = "stage03_engine/core/features/multimodal/scheduler_hook.py EncoderSchedulerHook."
 _CLIENT = "stage03_engine/frontend/features/data_parallel/client.py DPLBAsyncMPClient."
 _BALANCER = "stage03_engine/frontend/features/data_parallel/balancing.py Balancer."
 
@@ -31,6 +32,8 @@ CODE: dict[str, tuple[str, str]] = {
     "max_num_seqs": _WAITING,
     "blocks": (_MANAGER + "allocate_slots", _VLLM_MANAGER + "allocate_slots"),
     "no_chunking": _WAITING,
+    "hooks": (_ENCODER + "limited", _VLLM + "_try_schedule_encoder_inputs"),
+    "encoder": (_ENCODER + "limited", _VLLM + "_try_schedule_encoder_inputs"),
     "preempted": (_SCHEDULER + "schedule", _VLLM + "schedule"),
     "order": _WAITING,
     "turn": (_FAIR + "in_turn", "nowhere"),
@@ -94,6 +97,8 @@ def held_back(args: dict[str, Any], first: RequestState | None, settings: dict[s
                 return f"the tokens that the prefix cache has of it lie in free blocks, and with the next ones it would take more than the {free} free blocks."
             cached = "fewer where the prefix cache has them"
             return f"its next {count(chunk, 'token')} take up to {count(needed, 'block')} of {size} tokens ({cached}); free: {free}."
+        case "hooks":
+            return "it would begin with an image, for which the encoder has no room in this step."
         case "preempted":
             victims = ", ".join(sent_away)
             return f"{victims} had to go in this step, and no new request may overtake a preempted one."

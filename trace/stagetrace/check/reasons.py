@@ -316,6 +316,12 @@ class _Engine:
                 newest = args["missing"] == 1 and args["num_computed"] >= self._request().prompt
                 kind = "decode" if newest else "prefill"
                 self._say("chunk", scheduled(args, settings, self._num_hits), f"{kind} of {args['num_tokens']}")
+            case "encoder.scheduled":
+                text = f"It reaches image {args['image'] + 1}: the encoder computes the vectors of its {args['tokens']} places before the model runs."
+                self._say("encoder", text, f"encodes image {args['image'] + 1}")
+            case "encoder.no_room":
+                text = f"For image {args['image'] + 1} the encoder has no room beside {args['needed']} that are still needed: it gets the tokens in front of it at most."
+                self._say("hooks", text, f"no room for image {args['image'] + 1}")
             case "spec.scheduled":
                 text = f"{args['num_tokens']} drafts are verified beside it, from what budget and free blocks had left."
                 self._say("drafts", text, "drafts")

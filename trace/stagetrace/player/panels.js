@@ -321,6 +321,7 @@ class EnginePanel {
       max_num_seqs: `${num_running} requests are running, the most allowed (max_num_seqs)`,
       blocks: `it needs more KV-cache blocks than the ${free_blocks} that are free`,
       no_chunking: `its prompt does not fit into the ${budget_left} tokens left, and chunked prefill is off`,
+      hooks: "it would begin with an image, for which the encoder has no room in this step",
       preempted: "a request was just preempted, and none may overtake it",
     }[rule] ?? rule;
     const parts = first === null || !rule ? [] : [`${names([first])} is held back: ${because}.`];

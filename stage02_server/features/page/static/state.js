@@ -217,6 +217,7 @@ class EngineState {
     max_num_seqs: "as many requests run as may",
     blocks: "too few KV-cache blocks are free",
     no_chunking: "its prompt does not fit into what is left of the budget",
+    hooks: "the encoder has no room for its next image in this step",
     preempted: "a running request was just preempted",
   };
 }

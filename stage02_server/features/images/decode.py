@@ -1,0 +1,103 @@
+"""From a picture's file to what the vision tower sees (vllm/multimodal/media/image.py; transformers' CLIPImageProcessor).
+
+Pillow decodes; what a file says about its size is held against the limit before anything is decoded. Runs in a process of its own
+(process.py).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import struct
+
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from stage03_engine.errors import InvalidRequestError
+from stage03_engine.multimodal.shape_fields import ImageProcessorConfig
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+BROKEN = (OSError, ValueError, SyntaxError, TypeError, EOFError, IndexError, KeyError, struct.error)
+Image.MAX_IMAGE_PIXELS = None  # the limit here is ours
+
+
+def prepared(
+    data: bytes | str, max_bytes: int, max_pixels: int, settings: ImageProcessorConfig
+) -> tuple[int, int, bytes]:
+    """(width, height, what the tower sees: [height, width, 3], a byte each). Text is base64. Raises InvalidRequestError."""
+    if isinstance(data, str):
+        data = _plain(data, max_bytes)
+    if len(data) > max_bytes:
+        raise refused(f"has {len(data)} bytes; at most {max_bytes} (--max-image-bytes)")
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            width, height = image.size
+            _check_size(width, height, max_pixels, settings)
+            image.load()  # of an animation the first picture
+            return width, height, _fitted(_rgb(ImageOps.exif_transpose(image)), settings).tobytes()
+    except InvalidRequestError:  # or it would count as a ValueError
+        raise
+    except UnidentifiedImageError:
+        raise refused(f"is none of {', '.join(FORMATS)}") from None
+    except BROKEN:
+        raise refused("is broken, and cannot be decoded") from None
+
+
+def refused(why: str) -> InvalidRequestError:
+    """A refusal of an image."""
+    return InvalidRequestError(f"image_url: the image {why}.", "messages")
+
+
+def _plain(text: str, max_bytes: int) -> bytes:
+    if len(text) // 4 * 3 > max_bytes + 2:
+        raise refused(f"has about {len(text) // 4 * 3} bytes; at most {max_bytes} (--max-image-bytes)")
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise refused("is not valid base64") from None
+
+
+def _check_size(width: int, height: int, max_pixels: int, settings: ImageProcessorConfig) -> None:
+    """Of the picture, and of what it becomes before it is cropped: a long thin one would grow."""
+    if not width or not height:
+        raise refused("has no pixels")
+    if width * height > max_pixels:
+        raise refused(f"has {width} x {height} pixels; at most {max_pixels} (--max-image-pixels)")
+    wide, high = _resized_size(width, height, settings)
+    if wide * high > max_pixels:
+        raise refused(f"of {width} x {height} pixels would be resized to {wide} x {high}; at most {max_pixels} pixels")
+
+
+def _resized_size(width: int, height: int, settings: ImageProcessorConfig) -> tuple[int, int]:
+    """(width, height). One number is the length of the shorter side; the other one keeps the proportions."""
+    if settings.resize is None:
+        return width, height
+    if isinstance(settings.resize, tuple):
+        return settings.resize[1], settings.resize[0]
+    short = settings.resize
+    if width <= height:
+        return short, int(short * height / width)
+    return int(short * width / height), short
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    """What is transparent becomes white, as in vLLM."""
+    if image.mode == "P" and "transparency" in image.info:
+        image = image.convert("RGBA")
+    if image.mode in ("RGBA", "LA", "PA"):
+        over = image.convert("RGBA")
+        image = Image.new("RGB", image.size, (255, 255, 255))
+        image.paste(over, mask=over.getchannel("A"))
+    return image.convert("RGB")
+
+
+def _fitted(image: Image.Image, settings: ImageProcessorConfig) -> Image.Image:
+    """Resized, and the middle of it."""
+    size = _resized_size(*image.size, settings)
+    if settings.resize is not None:
+        image = image.resize(size, Image.Resampling(settings.resample))
+    if settings.crop is None:
+        return image
+    high, wide = settings.crop
+    left, top = (image.width - wide) // 2, (image.height - high) // 2
+    return image.crop((left, top, left + wide, top + high))  # black where the picture is smaller

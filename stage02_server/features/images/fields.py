@@ -1,0 +1,50 @@
+"""The part of a message that is a picture (OpenAI's image_url)."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, Field, PrivateAttr
+
+from stage02_server.protocol_types import ContentKind, Text
+from stage03_engine.errors import InvalidRequestError
+from stage03_engine.params.multimodal import Picture
+
+
+class ImageURL(BaseModel):
+    """Where a picture is."""
+
+    url: Text = Field(description="A data: URL with base64, or an address at one of --allowed-media-domains.")
+    detail: Text | None = Field(default=None, description="Accepted, and not used: all images are brought to one size.")
+
+
+class ImagePart(ContentKind):
+    """Its picture is loaded before the prompt is made, where the model sees."""
+
+    image_url: ImageURL | Text | None = Field(default=None, description="The image of a part of type image_url.")
+    _picture: Picture | None = PrivateAttr(default=None)
+    _placeholder: str = PrivateAttr(default="")
+
+    @property
+    def url(self) -> str | None:
+        """Where the picture is."""
+        return self.image_url.url if isinstance(self.image_url, ImageURL) else self.image_url
+
+    @property
+    def picture(self) -> Picture:
+        """It, once it is loaded."""
+        assert self._picture is not None
+        return self._picture
+
+    def loaded(self, picture: Picture, placeholder: str) -> None:
+        """It is there; `placeholder` stands for it in the prompt."""
+        self._picture, self._placeholder = picture, placeholder
+
+    def as_text(self) -> str | None:
+        """Raises InvalidRequestError where nobody has loaded it."""
+        if self.image_url is None:
+            return None
+        if self._picture is None:
+            raise InvalidRequestError(
+                "image_url: this is not a multimodal model, or not its route /v1/chat/completions; leave the image out.",
+                "messages",
+            )
+        return self._placeholder

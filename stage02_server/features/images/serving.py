@@ -1,0 +1,161 @@
+"""Chats with pictures (vllm/renderers/chat_utils/item_tracker.py, AsyncMultiModalItemTracker): they are loaded before the prompt is made, and put into
+the engine's request after that."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from fastapi import FastAPI
+from starlette.requests import Request
+
+from stage02_server.errors import RETRY_AFTER_SECONDS, APIError
+from stage02_server.middleware import TENANT
+from stage02_server.protocol import ChatCompletionRequest, ContentPart
+from stage02_server.serving_chat import OpenAIServingChat
+from stage02_server.serving_engine import EngineRequests, Prompts, Result
+from stage02_server.streaming import run_until_disconnect
+from stage03_engine.errors import ConfigError, InvalidRequestError
+from stage03_engine.frontend.features.image_inputs import attach
+from stage03_engine.multimodal.registry import MULTIMODAL_REGISTRY
+from stage03_engine.sampling_params import SamplingParams
+from stagetrace import trace
+
+if TYPE_CHECKING:
+    from stage02_server.api_server import Services
+
+DEFAULT_LIMIT = 8  # images of a prompt
+MOST_COPIES = 64  # of images on their way to the engine, which gets them with each answer of `n`
+
+
+def install(app: FastAPI, services: Services) -> None:
+    """Chats go through the handler that knows pictures. Raises ConfigError without Pillow, and for a limit that is none."""
+    if find_spec("PIL") is None:
+        raise ConfigError("a model that sees needs Pillow; install the project with its extra `images`")
+    app.state.openai_serving_chat = ServingChatWithImages(services)
+
+
+def limit_of(given: dict[str, Any] | None, modalities: Sequence[str]) -> int:
+    """How many pictures a prompt may have. Raises ConfigError."""
+    for name, count in (given or {}).items():
+        if name not in modalities:
+            raise ConfigError(f"limit_mm_per_prompt: {name!r} is not what this model takes, {', '.join(modalities)}")
+        if type(count) is not int or count < 0:
+            raise ConfigError(f"limit_mm_per_prompt: {name} must be a number of at least 0, not {count!r}")
+    return (given or {}).get("image", DEFAULT_LIMIT)
+
+
+def images_of(request: ChatCompletionRequest) -> list[ContentPart]:
+    """The parts that are pictures, in order."""
+    lists = (message.content for message in request.messages if isinstance(message.content, list))
+    parts = (part for parts in lists for part in parts if not isinstance(part, str))
+    return [part for part in parts if part.type == "image_url" and part.url is not None]
+
+
+class HeldBytes:
+    """Of the pictures of unfinished requests. An object of its own: what waits for a picture's end must keep nothing else alive."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def let_go(self, size: int) -> None:
+        """So many are not held any more."""
+        self.number -= size
+
+
+class ServingChatWithImages(OpenAIServingChat):
+    """Takes the place of the handler of chats. A chat without pictures takes the same way as ever."""
+
+    def __init__(self, services: Services) -> None:
+        from stage02_server.features.images.loader import ImageLoader
+
+        super().__init__(services)
+        info, shape = MULTIMODAL_REGISTRY.info(services.engine.vllm_config.shape), services.engine.vllm_config.shape
+        assert info is not None and shape.vision is not None
+        self._placeholder, self._shape = info.placeholder, shape
+        self._limit = limit_of(self.args.limit_mm_per_prompt, info.modalities)
+        self._loader = ImageLoader(self.args, shape.vision.processor)
+        self._held, self._image_bytes = HeldBytes(), shape.vision.image_bytes
+
+    async def create_chat_completion(self, request: ChatCompletionRequest, raw_request: Request) -> Result:
+        """As without pictures. Those are loaded first. Raises InvalidRequestError, and APIError 429 if there is no room for so many."""
+        parts = images_of(request)
+        if not parts:
+            return await super().create_chat_completion(request, raw_request)
+        self.check(request)
+        copies = self._checked_copies(request, len(parts))
+        address, key = raw_request.client.host if raw_request.client else "", TENANT.get()
+        client, req = address if key is None else f"key {key}", raw_request.state.ids.engine_id(0)
+        with self._room_for(copies):
+            await run_until_disconnect(raw_request.receive, self._load(parts, client, req))
+        return await super().create_chat_completion(request, raw_request)
+
+    def _checked_copies(self, request: ChatCompletionRequest, count: int) -> int:
+        """How many images the engine will hold: each answer of `n` has its own. Raises InvalidRequestError."""
+        if count > self._limit:
+            raise InvalidRequestError(
+                f"At most {self._limit} image(s) may be provided in one prompt, got {count} (--limit-mm-per-prompt).",
+                "messages",
+            )
+        if getattr(request, "use_beam_search", False):
+            raise InvalidRequestError(
+                "use_beam_search: beams see no images; leave out one of the two.", "use_beam_search"
+            )
+        answers = max(request.n or 1, getattr(request, "best_of", None) or 1)
+        if answers * count > MOST_COPIES:
+            raise InvalidRequestError(
+                f"n (or best_of) times the number of images must be at most {MOST_COPIES}, got {answers} times {count}.",
+                "n",
+            )
+        return answers * count
+
+    async def _load(self, parts: list[ContentPart], client: str, req: str) -> None:
+        for number, part in enumerate(parts):
+            started, url = time.monotonic(), part.url
+            assert url is not None
+            picture, fetched = await self._loader.load(url, client)
+            part.loaded(picture, self._placeholder)
+            if trace.on:
+                trace.emit(
+                    "image.loaded", req=req, image=number, bytes=len(picture.data), width=picture.width, height=picture.height,
+                    seconds=round(time.monotonic() - started, 4), fetched=fetched,
+                )  # fmt: skip
+
+    @contextmanager
+    def _room_for(self, copies: int) -> Iterator[None]:
+        """While they are loaded; what the request holds then is counted by `_hold`."""
+        more = copies * self._image_bytes
+        if self._held.number + more > self.args.max_held_image_bytes:
+            message = (
+                f"Unfinished requests hold {self._held.number} bytes of images, and with this one it would be more than "
+                f"{self.args.max_held_image_bytes} (--max-held-image-bytes); try again later."
+            )
+            raise APIError(429, "RateLimitError", message, headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
+        self._held.number += more
+        try:
+            yield
+        finally:
+            self._held.let_go(more)
+
+    async def tokenize(
+        self, request: Any, prompts: Prompts, params: SamplingParams, *rest: Any, **more: Any
+    ) -> EngineRequests:
+        """As without pictures; the prompt has places for them, and the engine's request holds them."""
+        pictures = [part.picture for part in images_of(request)]
+        if pictures:
+            params = msgspec.structs.replace(params, num_images=len(pictures))
+        requests = await super().tokenize(request, prompts, params, *rest, **more)
+        for each in requests.engine_requests if pictures else ():
+            self._hold(attach(each, pictures, self._shape), len(pictures) * params.num_answers)
+        return requests
+
+    def _hold(self, inputs: object, copies: int) -> None:
+        """Counts the images until nobody has them any more."""
+        size = copies * self._image_bytes
+        self._held.number += size
+        weakref.finalize(inputs, self._held.let_go, size)

@@ -1,0 +1,93 @@
+"""LLaVA: a Llama that sees (Liu et al. 2023; vllm/model_executor/models/llava.py).
+
+A vision tower turns a picture into vectors, two matrices bring these to the Llama's width, and there they stand in the prompt where its
+token embeddings would: to the layers a picture is some hundred more tokens. The language model is llama.py's, unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from stage03_engine.core.features.llama.llama import LlamaForCausalLM
+from stage03_engine.core.features.multimodal.clip import ACTIVATIONS, CLIPVisionTransformer
+from stage03_engine.core.models.layers import LanguageModel, assign_weights
+from stage03_engine.model_shape import ModelShape
+from stage03_engine.multimodal.shape_fields import VisionShape
+from stage04_kernels.attention import AttentionMetadata
+
+_LAYERS = "vision_tower.encoder.layers."
+
+
+class LlavaMultiModalProjector(nn.Module):
+    """From the tower's width to the language model's."""
+
+    def __init__(self, vision: VisionShape, hidden_size: int) -> None:
+        super().__init__()
+        self.linear_1 = nn.Linear(vision.hidden_size, hidden_size, vision.projector_bias)
+        self.activation = ACTIVATIONS[vision.projector_act]
+        self.linear_2 = nn.Linear(hidden_size, hidden_size, vision.projector_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear_2(self.activation(self.linear_1(x)))
+
+
+class LlavaForConditionalGeneration(LanguageModel):
+    """What reads is the language model; `encode` is called for each picture, before."""
+
+    def __init__(self, shape: ModelShape, backend: str = "torch") -> None:
+        super().__init__()
+        assert shape.vision is not None
+        self.vision: VisionShape = shape.vision
+        self.language_model = LlamaForCausalLM(shape, backend)
+        self.vision_tower = CLIPVisionTransformer(self.vision)
+        self.multi_modal_projector = LlavaMultiModalProjector(self.vision, shape.hidden_size)
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, kv_caches: list[Tensor], metadata: AttentionMetadata
+    ) -> Tensor:
+        """As the language model's."""
+        hidden: Tensor = self.language_model(input_ids, positions, kv_caches, metadata)
+        return hidden
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """As the language model's."""
+        return self.language_model.compute_logits(hidden_states)
+
+    @property
+    def token_embedding(self) -> nn.Module:
+        """What makes the rows that pictures take the place of."""
+        return self.language_model.embed_tokens
+
+    def encode(self, data: bytes) -> Tensor:
+        """A picture, uint8 [image_size, image_size, 3], -> [num_image_tokens, hidden_size]. One at a time: so it does not depend on what else
+        is encoded (vLLM: embed_multimodal)."""
+        weight, settings = self.multi_modal_projector.linear_1.weight, self.vision.processor
+        size = self.vision.image_size
+        pixels = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(size, size, 3).to(weight.device).float()
+        mean, std = pixels.new_tensor(settings.mean), pixels.new_tensor(settings.std)
+        normal = (pixels * settings.scale - mean) / std
+        seen = self.vision_tower(normal.permute(2, 0, 1)[None].to(weight.dtype))[0]
+        vectors: Tensor = self.multi_modal_projector(seen if self.vision.keeps_class_token else seen[1:])
+        return vectors
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Raises ConfigError for a checkpoint that does not fit."""
+        assign_weights(self, tensors, self._parameter_name)
+
+    def _parameter_name(self, name: str) -> str | None:
+        """Old and new checkpoints differ in where `model` stands. None for what is not a weight, and for layers of the tower that are not
+        used."""
+        if name.startswith("model.") and not name.startswith("model.language_model."):
+            name = name.removeprefix("model.")  # the tower and the projector of a new one
+        name = name.removeprefix("model.").replace("vision_tower.vision_model.", "vision_tower.")
+        if name.startswith(("lm_head.", "language_model.")):
+            inner = self.language_model._parameter_name(name.removeprefix("language_model."))
+            return None if inner is None else f"language_model.{inner}"
+        layer = name.removeprefix(_LAYERS).partition(".")[0]
+        unused = name.startswith(_LAYERS) and layer.isdecimal() and int(layer) >= self.vision.num_used_layers
+        if unused or name.endswith("position_ids") or name.startswith("vision_tower.post_layernorm."):
+            return None
+        return name

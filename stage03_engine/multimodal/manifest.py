@@ -1,0 +1,133 @@
+"""Models that see: what they add to the configuration (vllm/config/multimodal.py, scheduler.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from stage03_engine.args.fields import option
+from stage03_engine.errors import ConfigError
+from stage03_engine.plugins import Feature, Part
+
+if TYPE_CHECKING:
+    from stage03_engine.config import VllmConfig
+
+LLAVA = "LlavaForConditionalGeneration"
+_CORE = "stage03_engine.core.features.multimodal."
+
+
+@dataclass(frozen=True)
+class EncoderFlags:
+    """How much of an encoder's work a step may hold."""
+
+    max_num_encoder_input_tokens: int | None = option(
+        None,
+        "for models that see: vectors of pictures that are kept, which is also the most that a step computes; --max-num-batched-tokens if not "
+        "given, and at least one picture's",
+        at_least=1,
+    )
+
+
+@dataclass(frozen=True)
+class MultiModalFlags:
+    """Part of VllmConfig."""
+
+    @property
+    def encoder_budget(self) -> int:
+        """Vectors that the encoder's cache holds, and so the most that a step computes."""
+        config: VllmConfig = self  # type: ignore[assignment]
+        scheduler, vision = config.scheduler_config, config.shape.vision
+        given = scheduler.max_num_encoder_input_tokens or scheduler.max_num_batched_tokens
+        return 0 if vision is None else max(given, vision.num_image_tokens)
+
+    @staticmethod
+    def tasks(config: VllmConfig) -> tuple[str, ...]:
+        """They write text, also about pictures."""
+        return ("generate", "image") if config.shape.vision is not None else ()
+
+    @staticmethod
+    def check(config: VllmConfig) -> None:
+        """Raises ConfigError for settings that would take the rows of pictures apart, or change layers that no test has seen together with
+        pictures."""
+        vision = config.shape.vision
+        if vision is None:
+            return
+        speculative = getattr(config, "speculative_config", None)
+        for asked, name, why in (
+            (
+                getattr(getattr(config, "parallel_config", None), "executor", "uni") != "uni",
+                "several workers",
+                "the encoder runs in the engine process; leave out distributed_executor_backend, tensor_parallel_size and pipeline_parallel_size",
+            ),
+            (
+                getattr(getattr(config, "lora_config", None), "enable_lora", False),
+                "enable_lora",
+                "adapters are for models of text; leave it out",
+            ),
+            (
+                getattr(config.device_config, "batch_invariant", False),
+                "batch_invariant",
+                "it runs the model in tiles, whose rows belong to no picture; leave it out",
+            ),
+            (
+                getattr(speculative, "method", None) not in (None, "ngram"),
+                "a model or head that drafts",
+                "what drafts sees no picture; leave speculative_config out, or use the method ngram",
+            ),
+            (
+                getattr(config.model_config, "quantization", None) is not None
+                or getattr(config.model_config, "checkpoint_quantization", None) is not None,
+                "quantization",
+                "it was never tried with pictures; leave it out",
+            ),
+        ):
+            if asked:
+                raise ConfigError(f"{name} cannot be combined with a model that sees: {why}")
+        if vision.image_token >= config.shape.vocab_size:
+            raise ConfigError(
+                f"the token of pictures, {vision.image_token}, is not in the vocabulary of {config.shape.vocab_size}"
+            )
+
+    @staticmethod
+    def memory_rows(config: VllmConfig) -> list[tuple[str, int, str, bool]]:
+        """The encoder's cache."""
+        if config.shape.vision is None:
+            return []
+        from stage03_engine.core.kv_cache_size import item_bytes
+
+        size = config.encoder_budget * config.shape.hidden_size * item_bytes(config)
+        return [("encoder cache", size, f"{config.encoder_budget} vectors of pictures", True)]
+
+    @staticmethod
+    def hooks(config: VllmConfig) -> dict[str, list[str]]:
+        """None for a model of text alone."""
+        if config.shape.vision is None:
+            return {}
+        return {
+            "input": ["stage03_engine.frontend.features.image_inputs:ImagePlaces"],
+            "scheduler": [_CORE + "scheduler_hook:EncoderSchedulerHook"],
+            "runner": [_CORE + "runner_hook:EncoderRunnerHook"],
+        }
+
+
+FEATURE = Feature(
+    name="multimodal",
+    help="models that see: LLaVA",
+    room=__package__,
+    also=(
+        "stage03_engine.core.features.multimodal",
+        "stage03_engine.params.multimodal",
+        "stage03_engine.frontend.features.image_inputs",
+    ),
+    settings={"VllmConfig": MultiModalFlags, "SchedulerConfig": EncoderFlags},
+    parts=(
+        Part("shape", ".shape_fields:MultiModalShape"),
+        Part("params", "stage03_engine.params.multimodal:ImageCount"),
+        Part("architecture", ".llava:read_llava", key=LLAVA, model_type="llava"),
+        Part("model", _CORE + "llava:LlavaForConditionalGeneration", key=LLAVA),
+        Part("engine", ".llava:LLAVA", key=f"multimodal:{LLAVA}"),
+        Part("replay", _CORE + "recorded:RecordedEncoderHook", key="images"),
+    ),
+    needs=("model_formats",),
+    events=("encoder.scheduled", "encoder.cache_hit", "encoder.no_room", "encoder.encoded", "encoder.evicted"),
+)

@@ -1,0 +1,616 @@
+"""Images in chats: what becomes of them, how many and how large they may be, and where they may come from."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import http.server
+import json
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from server_under_test import InProcessServer, RecordingEcho, ServerProcess
+from small_llava import PLACES, SIDE, encoded, llava_folder, picture
+
+from stage02_server.features.images import fetch as fetch_module, serving as serving_module
+from stage02_server.features.images.decode import FORMATS, prepared
+from stage02_server.features.images.fetch import MediaFetcher, is_public
+from stage02_server.features.images.manifest import ImageFlags
+from stage02_server.features.images.serving import DEFAULT_LIMIT, MOST_COPIES
+from stage03_engine.arg_utils import EngineArgs
+from stage03_engine.config import VllmConfig
+from stage03_engine.errors import ConfigError, InvalidRequestError
+from stage03_engine.multimodal.llava import read_processor
+from stage03_engine.params.multimodal import MultiModalInputs
+
+ROOT = Path(__file__).parents[2]
+CHAT = "/v1/chat/completions"
+
+
+def data_url(data: bytes, kind: str = "png") -> str:
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def image(data: bytes | int, **fields: Any) -> dict[str, Any]:
+    """A part of a message: a file, or the picture with this number."""
+    url = data_url(encoded(picture(data)) if isinstance(data, int) else data)
+    return {"type": "image_url", "image_url": {"url": url, **fields}}
+
+
+def at(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def chat(*parts: Any, **fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": list(parts)}], "max_tokens": 4, "temperature": 0} | fields
+
+
+class Seen(RecordingEcho):
+    """Remembers the requests of the engine."""
+
+    def __init__(self, config: VllmConfig) -> None:
+        super().__init__(config=config)
+        self.requests: list[Any] = []
+
+    async def add_request_async(self, request: Any) -> None:
+        self.requests.append(request)
+        await super().add_request_async(request)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return llava_folder(tmp_path_factory.mktemp("llava") / "model")
+
+
+@pytest.fixture(scope="module")
+def config(folder: Path) -> VllmConfig:
+    return EngineArgs.from_kwargs(model=str(folder))
+
+
+@pytest.fixture
+def serve(config: VllmConfig) -> Iterator[Callable[..., InProcessServer]]:
+    servers: list[InProcessServer] = []
+
+    def make(**args: Any) -> InProcessServer:
+        servers.append(InProcessServer(Seen(config), config, **args))
+        return servers[-1]
+
+    yield make
+    for server in servers:
+        server.close()
+
+
+def refusal(server: InProcessServer, body: dict[str, Any], status: int = 400) -> str:
+    response = server.post(CHAT, body)
+    error = response.json()["error"]
+    assert response.status_code == status and "\n" not in error["message"], error
+    message: str = error["message"]
+    return message
+
+
+# What is made of a file
+
+
+@pytest.mark.parametrize("size", [(40, 30), (30, 40), (24, 24), (5, 5), (7, 90), (200, 24), (25, 24)], ids=str)
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_file_is_prepared_as_transformers_does(
+    form: str, size: tuple[int, int], config: VllmConfig, folder: Path
+) -> None:
+    from io import BytesIO
+
+    from PIL import Image
+    from transformers import AutoImageProcessor
+
+    assert config.shape.vision is not None
+    file, settings = encoded(picture(3, size), form), config.shape.vision.processor
+    width, height, data = prepared(file, 1 << 20, 1 << 20, settings)
+    assert (width, height) == size
+    ours = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(SIDE, SIDE, 3).float()
+    ours = (ours * settings.scale - torch.tensor(settings.mean)) / torch.tensor(settings.std)
+    processor = AutoImageProcessor.from_pretrained(folder, use_fast=False)
+    theirs = processor(Image.open(BytesIO(file)).convert("RGB"), return_tensors="pt").pixel_values[0]
+    assert torch.allclose(ours.permute(2, 0, 1), theirs, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "P", "1", "I;16", "CMYK", "YCbCr", "RGBA", "LA", "PA"])
+def test_every_mode_of_a_picture(mode: str, config: VllmConfig) -> None:
+    form = {"CMYK": "JPEG", "YCbCr": "JPEG"}.get(mode, "PNG")
+    assert config.shape.vision is not None
+    if mode == "PA":  # PNG keeps a palette with one transparent colour
+        from PIL import Image
+
+        palette = Image.new("P", (30, 30), 1)
+        palette.putpalette([255, 0, 0, 0, 0, 0])
+        palette.info["transparency"] = 1
+        made = palette
+    else:
+        made = picture(3).convert("L").convert("I;16") if mode == "I;16" else picture(3, mode=mode)
+    if mode in ("RGBA", "LA"):
+        made.putalpha(0)
+    data = prepared(encoded(made, form), 1 << 20, 1 << 20, config.shape.vision.processor)[2]
+    assert len(data) == SIDE * SIDE * 3
+    if mode in ("RGBA", "LA", "PA"):  # what is transparent is white
+        assert set(data) == {255}
+
+
+def test_a_photograph_stands_upright(config: VllmConfig) -> None:
+    """Cameras write it as the sensor lay, and say how to turn it."""
+    from PIL import Image
+
+    assert config.shape.vision is not None
+    turned = picture(3, (40, 30)).transpose(Image.Transpose.ROTATE_90)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by 270 degrees
+    import io
+
+    file = io.BytesIO()
+    turned.save(file, "PNG", exif=exif)
+    plain = encoded(picture(3, (40, 30)), "PNG")
+    both = [prepared(each, 1 << 20, 1 << 20, config.shape.vision.processor)[2] for each in (file.getvalue(), plain)]
+    assert both[0] == both[1]
+
+
+def test_of_an_animation_the_first_picture(config: VllmConfig) -> None:
+    import io
+
+    assert config.shape.vision is not None
+    for form in ("GIF", "WEBP", "PNG"):
+        file = io.BytesIO()
+        more = {"lossless": True} if form == "WEBP" else {}
+        picture(1).save(file, form, save_all=True, append_images=[picture(2)], **more)
+        first = prepared(file.getvalue(), 1 << 20, 1 << 20, config.shape.vision.processor)[2]
+        alone = io.BytesIO()
+        picture(1).save(alone, form, **more)
+        assert first == prepared(alone.getvalue(), 1 << 20, 1 << 20, config.shape.vision.processor)[2]
+
+
+# From the body to the engine
+
+
+def test_the_engine_gets_the_pictures_and_a_prompt_with_places(
+    serve: Callable[..., InProcessServer], config: VllmConfig
+) -> None:
+    server = serve()
+    body = chat({"type": "text", "text": "Is "}, image(1), {"type": "text", "text": " like "}, image(2, detail="low"))
+    answer = server.post(CHAT, body).json()
+    (request,) = server.client.requests  # type: ignore[attr-defined]
+    assert isinstance(request.task, MultiModalInputs) and config.shape.vision is not None
+    token = config.shape.vision.image_token
+    assert request.prompt_token_ids.count(token) == 2 * PLACES == sum(each.length for each in request.task.features)
+    for number, feature in enumerate(request.task.features, start=1):
+        assert set(request.prompt_token_ids[feature.offset : feature.offset + PLACES]) == {token}
+        assert feature.data == prepared(encoded(picture(number)), 1 << 20, 1 << 20, config.shape.vision.processor)[2]
+    assert answer["usage"]["prompt_tokens"] == len(request.prompt_token_ids)
+    text = f"user: Is {'<image>' * PLACES} like {'<image>' * PLACES} assistant:"
+    assert request.prompt_token_ids == server.engine.tokenizer.encode(text, False)
+
+
+def test_the_template_of_a_string_has_images_too(serve: Callable[..., InProcessServer]) -> None:
+    server = serve(chat_template="{% for m in messages %}[{{ m['content'] }}]{% endfor %}")
+    server.post(CHAT, chat("What?", image(1)))
+    (request,) = server.client.requests  # type: ignore[attr-defined]
+    assert request.prompt_token_ids == server.engine.tokenizer.encode(f"[What?\n{'<image>' * PLACES}]", False)
+
+
+def test_an_answer_does_not_continue_an_image(serve: Callable[..., InProcessServer]) -> None:
+    fields = {"continue_final_message": True, "add_generation_prompt": False}
+    server = serve()
+    assert "which continue_final_message is to continue" in refusal(server, chat("What?", image(1), **fields))
+    assert server.post(CHAT, chat(image(1), "What?", **fields)).status_code == 200
+
+
+def test_an_address_may_be_a_plain_text(serve: Callable[..., InProcessServer]) -> None:
+    server = serve()
+    part = {"type": "image_url", "image_url": data_url(encoded(picture(1)))}
+    assert server.post(CHAT, chat(part)).status_code == 200
+
+
+def test_a_chat_without_images_starts_no_decoder(serve: Callable[..., InProcessServer]) -> None:
+    server = serve()
+    assert server.post(CHAT, chat("Only words")).status_code == 200
+    handler = server.app.state.openai_serving_chat
+    assert handler._loader._decoder._process is None
+
+
+# What is refused
+
+
+def test_a_model_of_text_alone_says_so(server: InProcessServer) -> None:
+    assert "this is not a multimodal model" in refusal(server, chat("What?", image(1)))
+
+
+OTHER_CHATS = {
+    "/v1/responses": lambda part: {"input": [{"role": "user", "content": [part]}]},
+    "/v1/messages": lambda part: {"messages": [{"role": "user", "content": [part]}], "max_tokens": 4, "model": "m"},
+}
+
+
+@pytest.mark.parametrize("path", OTHER_CHATS)
+def test_other_chats_take_texts_as_ever_and_no_images(path: str, serve: Callable[..., InProcessServer]) -> None:
+    server, make = serve(served_model_name=("m",)), OTHER_CHATS[path]
+    text = {"type": "input_text" if "responses" in path else "text", "text": "What?"}
+    assert server.post(path, make(text)).status_code == 200
+    url = data_url(encoded(picture(1)))
+    source = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
+    for part in ({"type": "input_image", "image_url": url}, {"type": "image", "source": source}):
+        response = server.post(path, make(part))
+        assert response.status_code == 400 and "\n" not in response.json()["error"]["message"]
+
+
+def test_without_pillow_it_does_not_start(
+    serve: Callable[..., InProcessServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving_module, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="install the project with its extra `images`"):
+        serve()
+
+
+@pytest.mark.parametrize("path", ["/tokenize"])
+def test_other_routes_take_no_images(path: str, serve: Callable[..., InProcessServer]) -> None:
+    response = serve().post(path, chat(image(1)))
+    assert response.status_code == 400 and "leave the image out" in response.json()["error"]["message"]
+
+
+def test_how_many(serve: Callable[..., InProcessServer]) -> None:
+    server = serve()
+    message = refusal(server, chat(*[image(1)] * (DEFAULT_LIMIT + 1)))
+    assert (
+        message
+        == f"At most {DEFAULT_LIMIT} image(s) may be provided in one prompt, got {DEFAULT_LIMIT + 1} (--limit-mm-per-prompt)."
+    )
+    assert server.post(CHAT, chat(*[image(1)] * DEFAULT_LIMIT)).status_code == 200
+    none = serve(limit_mm_per_prompt={"image": 0})
+    assert "At most 0 image(s)" in refusal(none, chat(image(1)))
+    two = serve(limit_mm_per_prompt={"image": 2})
+    assert two.post(CHAT, chat(image(1), image(2))).status_code == 200
+    assert "At most 2 image(s)" in refusal(two, {"messages": [{"role": "user", "content": [image(1)]}] * 3})
+
+
+@pytest.mark.parametrize(
+    "given", [{"video": 1}, {"image": -1}, {"image": True}, {"image": "2"}, {"image": 1.5}], ids=str
+)
+def test_a_limit_that_is_none_is_refused_at_start(given: dict[str, Any], serve: Callable[..., InProcessServer]) -> None:
+    with pytest.raises(ConfigError, match="^limit_mm_per_prompt: "):
+        serve(limit_mm_per_prompt=given)
+
+
+def test_answers_times_images(serve: Callable[..., InProcessServer]) -> None:
+    fields = {"n": MOST_COPIES, "temperature": 1}
+    server = serve()
+    assert server.post(CHAT, chat(image(1), **fields)).status_code == 200
+    assert f"at most {MOST_COPIES}" in refusal(server, chat(image(1), image(2), **fields))
+    assert "beams see no images" in refusal(server, chat(image(1), use_beam_search=True, n=2))
+
+
+def test_how_many_bytes(serve: Callable[..., InProcessServer]) -> None:
+    file = encoded(picture(1))
+    assert serve(max_image_bytes=len(file)).post(CHAT, chat(image(file))).status_code == 200
+    assert "(--max-image-bytes)" in refusal(serve(max_image_bytes=len(file) - 1), chat(image(file)))
+
+
+def test_how_many_pixels(serve: Callable[..., InProcessServer]) -> None:
+    assert serve(max_image_pixels=1200).post(CHAT, chat(image(1))).status_code == 200  # 40 x 30
+    message = refusal(serve(max_image_pixels=1199), chat(image(1)))
+    assert message == "image_url: the image has 40 x 30 pixels; at most 1199 (--max-image-pixels)."
+
+
+def test_a_long_thin_one_would_grow(serve: Callable[..., InProcessServer]) -> None:
+    message = refusal(serve(max_image_pixels=30_000), chat(image(encoded(picture(1, (1, 2000))))))
+    assert f"of 1 x 2000 pixels would be resized to {SIDE} x {2000 * SIDE}" in message
+
+
+def test_how_much_all_requests_hold(serve: Callable[..., InProcessServer]) -> None:
+    size = SIDE * SIDE * 3
+    server = serve(max_held_image_bytes=2 * size - 1)
+    handler = server.app.state.openai_serving_chat
+    for _ in range(3):  # each is let go
+        assert server.post(CHAT, chat(image(1))).status_code == 200
+        server.client.requests.clear()  # type: ignore[attr-defined]
+        server.client.requests = []  # type: ignore[attr-defined]
+    response = server.post(CHAT, chat(image(1), image(2)))
+    assert response.status_code == 429 and "Retry-After" in response.headers
+    assert "(--max-held-image-bytes)" in response.json()["error"]["message"]
+    assert server.post(CHAT, chat(image(1), n=2, temperature=1)).status_code == 429, "each answer has its own"
+    assert handler._held.number in (0, size)  # the last request may still be in some frame
+    refusal(server, chat(image(b"broken")))
+    assert handler._held.number in (0, size), "a refused image is still counted"
+
+
+BAD_URLS = {
+    "no comma": "data:image/png;base64",
+    "no base64": "data:image/png,abc",
+    "another kind": "data:text/plain;base64,YWJj",
+    "not base64": "data:image/png;base64,%%%",
+    "nothing": "data:image/png;base64,",
+    "text": "data:image/png;base64,YWJjZGVm",
+    "empty": "",
+    "a file": "file:///etc/passwd",
+    "ftp": "ftp://example.org/a.png",
+    "no scheme": "//example.org/a.png",
+    "a bad port": "http://example.org:99999/",
+    "a bad host": "http://[::1/",
+    "remote": "https://example.org/a.png",
+}
+
+
+@pytest.mark.parametrize("url", BAD_URLS.values(), ids=BAD_URLS)
+def test_addresses_that_are_refused(url: str, serve: Callable[..., InProcessServer]) -> None:
+    assert refusal(serve(), chat(at(url))).startswith("image_url: the image ")
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("part", [0.05, 0.3, 0.6, 0.9])
+def test_a_file_that_ends_early_is_refused(
+    form: str, part: float, serve: Callable[..., InProcessServer], server: InProcessServer
+) -> None:
+    file = encoded(picture(1, (200, 150)), form)
+    message = refusal(serve(), chat(image(file[: int(len(file) * part)])))
+    assert message.startswith("image_url: the image is ")
+
+
+@pytest.mark.parametrize("form", ["BMP", "TIFF", "PPM", "ICO", "PCX", "TGA"])
+def test_other_formats_are_not_even_tried(form: str, serve: Callable[..., InProcessServer]) -> None:
+    assert "is none of PNG, JPEG, WEBP, GIF" in refusal(serve(), chat(image(encoded(picture(1), form))))
+
+
+# From other servers
+
+
+PRIVATE = [
+    "127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0", "255.255.255.255", "224.0.0.1",
+    "::1", "::", "fe80::1", "fe80::1%eth0", "fc00::1", "fd12::1", "ff02::1", "::ffff:127.0.0.1", "::ffff:10.0.0.1", "64:ff9b::7f00:1",
+    "2002:7f00:1::", "2001:0:1::1", "2001:db8::1", "192.0.2.1", "198.18.0.1", "240.0.0.1",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("address", PRIVATE)
+def test_what_is_not_public(address: str) -> None:
+    assert not is_public(address)
+
+
+@pytest.mark.parametrize("address", ["8.8.8.8", "1.1.1.1", "2606:4700:4700::1111", "::ffff:8.8.8.8"])
+def test_what_is_public(address: str) -> None:
+    assert is_public(address)
+
+
+class Files(http.server.BaseHTTPRequestHandler):
+    """Another server. `asked` are the paths and the Host headers."""
+
+    asked: list[tuple[str, str]]
+    file = encoded(picture(1))
+    silence = threading.Event()
+
+    def do_GET(self) -> None:
+        self.asked.append((self.path, self.headers["Host"]))
+        answer = {"/missing": 404, "/redirect": 302, "/inward": 301, "/not-modified": 304}.get(self.path, 200)
+        if self.path == "/silent":
+            self.silence.wait()
+            return
+        self.send_response(answer)
+        if answer in (301, 302):
+            self.send_header("Location", "/picture" if answer == 302 else "http://169.254.169.254/")
+        if self.path == "/compressed":
+            self.send_header("Content-Encoding", "gzip")
+        self.end_headers()
+        if self.path == "/endless":
+            try:
+                while True:
+                    self.wfile.write(b"\0" * 65536)
+            except OSError:
+                return
+        self.wfile.write(self.file)
+
+    def log_message(self, *args: Any) -> None:
+        """To nobody."""
+
+
+@pytest.fixture
+def files() -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """(host:port, what it was asked)."""
+    asked: list[tuple[str, str]] = []
+    handler = type("Handler", (Files,), {"asked": asked, "silence": threading.Event()})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"localhost:{server.server_address[1]}", asked
+        handler.silence.set()  # type: ignore[attr-defined]
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def all_public(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch_module, "is_public", lambda address: True)
+
+
+def test_a_picture_of_another_server(files: Any, serve: Callable[..., InProcessServer], all_public: None) -> None:
+    address, asked = files
+    server = serve(allowed_media_domains=("LOCALHOST",))
+    response = server.post(CHAT, chat(at(f"http://{address}/picture?size=1")))
+    assert response.status_code == 200, response.text
+    assert asked == [("/picture?size=1", address)]
+    (request,) = server.client.requests  # type: ignore[attr-defined]
+    assert len(request.task.features) == 1
+
+
+FAILING = {
+    "/missing": "its server says 404",
+    "/not-modified": "its server says 304",
+    "/redirect": "its server redirects, which is not followed",
+    "/inward": "its server redirects, which is not followed",
+    "/compressed": "its server compresses it",
+    "/endless": "(--max-image-bytes)",
+}
+
+
+@pytest.mark.parametrize("path", FAILING)
+def test_what_another_server_may_do(
+    path: str, files: Any, serve: Callable[..., InProcessServer], all_public: None
+) -> None:
+    address, asked = files
+    server = serve(allowed_media_domains=("localhost",), max_image_bytes=1 << 20)
+    assert FAILING[path] in refusal(server, chat(at(f"http://{address}{path}")))
+    assert asked == [(path, address)]
+
+
+def test_another_server_may_be_silent(files: Any, serve: Callable[..., InProcessServer], all_public: None) -> None:
+    server = serve(allowed_media_domains=("localhost",), media_fetch_seconds=1)
+    assert "took longer than 1 seconds" in refusal(server, chat(at(f"http://{files[0]}/silent")))
+
+
+def test_nobody_may_be_there(serve: Callable[..., InProcessServer], all_public: None) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        server = serve(allowed_media_domains=("localhost",))
+        assert "its server does not answer" in refusal(server, chat(at(f"http://localhost:{free.getsockname()[1]}/")))
+
+
+def test_an_address_within_is_not_asked(files: Any, serve: Callable[..., InProcessServer]) -> None:
+    """Though its host is allowed: what the name means may have changed."""
+    address, asked = files
+    server = serve(allowed_media_domains=("localhost", "127.0.0.1"))
+    for host in (address, address.replace("localhost", "127.0.0.1")):
+        assert "an address that is not public" in refusal(server, chat(at(f"http://{host}/picture")))
+    assert not asked
+
+
+def test_one_address_within_is_enough(files: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what was looked at is what is connected to: the name is asked for once."""
+    address, asked = files
+    lookups = list[str]()
+
+    async def fetch(*addresses: str) -> bytes:
+        loop = asyncio.get_running_loop()
+
+        async def answers(host: str, port: int, **more: Any) -> list[Any]:
+            lookups.append(host)
+            return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, port)) for each in addresses]
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(loop), "getaddrinfo", lambda self, *args, **more: answers(*args, **more))
+            return await MediaFetcher(["name.example"], 5, 1 << 20).fetch(
+                f"http://name.example:{address.partition(':')[2]}/picture", "me"
+            )
+
+    with pytest.raises(InvalidRequestError, match="not public"):
+        asyncio.run(fetch("8.8.8.8", "127.0.0.1"))
+    assert not asked
+    monkeypatch.setattr(fetch_module, "is_public", lambda address: True)
+    lookups.clear()
+    assert asyncio.run(fetch("127.0.0.1")) == Files.file
+    assert set(lookups) <= {"name.example", "127.0.0.1"} and lookups.count("name.example") == 1
+    assert asked == [("/picture", f"name.example:{address.partition(':')[2]}")]
+
+
+@pytest.mark.parametrize(
+    "url", ["http://example.org/", "http://localhost@example.org/", "http://a@localhost/", "http://localhost.example.org/", "http://xlocalhost/"]
+)  # fmt: skip
+def test_other_hosts_are_not_asked(url: str, serve: Callable[..., InProcessServer]) -> None:
+    assert "must come from one of localhost (--allowed-media-domains)" in refusal(
+        serve(allowed_media_domains=("localhost",)), chat(at(url))
+    )
+
+
+# What reads the files of a model
+
+
+def processor_of(folder: Path, tmp_path: Path, **changed: Any) -> Any:
+    from stage03_engine.hf_config import Config
+
+    given = json.loads((folder / "preprocessor_config.json").read_text()) | changed
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(given))
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    return read_processor(Config(tmp_path / "config.json"), SIDE)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"size": {"shortest_edge": SIDE + 1}, "do_center_crop": False},
+        {"crop_size": {"height": SIDE, "width": SIDE - 1}},
+        {"crop_size": 7},
+        {"size": {"longest_edge": 3}},
+        {"resample": 9},
+        {"do_pad": True},
+        {"do_convert_rgb": False},
+        {"image_mean": [0.5]},
+        {"image_std": [0, 0, 0]},
+        {"rescale_factor": 2},
+    ],
+    ids=str,
+)
+def test_settings_of_pictures_that_are_refused(changed: dict[str, Any], folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="preprocessor_config.json: "):
+        processor_of(folder, tmp_path, **changed)
+
+
+def test_settings_of_pictures_that_are_known(folder: Path, tmp_path: Path) -> None:
+    square = processor_of(folder, tmp_path, size={"height": SIDE, "width": SIDE}, do_center_crop=False)
+    assert (square.resize, square.crop) == ((SIDE, SIDE), None)
+    assert processor_of(folder, tmp_path, size=SIDE, crop_size=SIDE) == processor_of(folder, tmp_path)
+    plain = processor_of(folder, tmp_path, do_normalize=False, do_rescale=False)
+    assert (plain.scale, plain.mean, plain.std) == (1.0, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+    assert processor_of(folder, tmp_path, do_resize=False).resize is None
+
+
+# All of it
+
+
+def test_a_whole_server_answers_as_transformers(folder: Path, start_server: Callable[..., ServerProcess]) -> None:
+    """The engine in its process, the decoder in its own, the answer whole and as a stream."""
+    from transformers import AutoImageProcessor, AutoTokenizer, LlavaForConditionalGeneration
+
+    server = start_server(str(folder), "--port", "0")
+    url = server.wait_until_ready() + CHAT
+    body = chat("Is ", image(1), " like ", image(2), "?", max_tokens=12, ignore_eos=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    prompt = f"user: Is {'<image>' * PLACES} like {'<image>' * PLACES}? assistant:"
+    ids = torch.tensor([tokenizer.encode(prompt, add_special_tokens=False)])
+    pixels = AutoImageProcessor.from_pretrained(folder, use_fast=False)([picture(1), picture(2)], return_tensors="pt")
+    model = LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        tokens = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, eos_token_id=None, **pixels
+        )[0, ids.shape[1] :].tolist()
+    text = tokenizer.decode(tokens, skip_special_tokens=True).rstrip("\ufffd")  # of a character that is not whole
+    answer = httpx.post(url, json=body | {"return_token_ids": True}, timeout=60).json()
+    assert (
+        answer["choices"][0]["token_ids"] == tokens
+        and answer["choices"][0]["message"]["content"].rstrip("\ufffd") == text
+    )
+    with (
+        closing(httpx.Client(timeout=60)) as client,
+        client.stream("POST", url, json=body | {"stream": True}) as stream,
+    ):
+        lines = [line[6:] for line in stream.iter_lines() if line.startswith("data: {")]
+    streamed = "".join(json.loads(line)["choices"][0]["delta"].get("content") or "" for line in lines)
+    assert streamed.rstrip("\ufffd") == text
+
+
+def test_gpt2_loads_nothing_of_it() -> None:
+    code = (
+        "import sys, stage02_server.api_server, stage02_server.serving_chat, stage03_engine.arg_utils as a\n"
+        "a.EngineArgs.from_kwargs(model='gpt2-tiny')\n"
+        "found = [m for m in sys.modules if '.images.' in m or 'multimodal' in m or m.partition('.')[0] in ('PIL', 'httpx')]\n"
+        "print(sorted(found))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    light = [
+        "stage02_server.features.images.fields", "stage02_server.features.images.manifest", "stage03_engine.multimodal",
+        "stage03_engine.multimodal.manifest", "stage03_engine.multimodal.shape_fields", "stage03_engine.params.multimodal",
+    ]  # fmt: skip
+    assert json.loads(run.stdout.replace("'", '"')) == light
+
+
+def test_the_defaults_fit_together() -> None:
+    """A picture of the largest size fits into what may be held, and a body may hold a file."""
+    assert ImageFlags.max_image_bytes <= 8388608 and ImageFlags.max_held_image_bytes > DEFAULT_LIMIT * 336 * 336 * 3
