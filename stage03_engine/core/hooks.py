@@ -52,8 +52,9 @@ class SchedulerHook:
         return {}
 
     def poll(self) -> tuple[list[EngineCoreOutput], bool | None]:
-        """Before each step: the last outputs of requests that the hook ended since (`Scheduler.finish_requests`), and whether there is something
-        to run: True, one that it held back may; False, nothing can, as far as it sees (perhaps after a moment); None, it does not know. One True is enough."""
+        """Before each step: the last outputs of requests that the hook ended since (`Scheduler.finish_requests`), and whether there is
+        something to run: True, one that it held back may run; False, nothing can, as far as it sees (it may have waited a moment for that to change);
+        None, it does not know. One True is enough for a step."""
         return [], None
 
     def may_look_ahead(self) -> bool:
@@ -61,7 +62,8 @@ class SchedulerHook:
         return True
 
     def holds(self, request: Request) -> bool:
-        """A request is about to wait. True: the scheduler holds it, and others overtake it, until `released`, perhaps of another hook, names it."""
+        """A request is about to wait. True: the scheduler holds it, and others overtake it, until `released` names it. The answer stays the
+        same until then: another hook may release the request first."""
         return False
 
     def released(self) -> Iterable[str]:
@@ -80,7 +82,8 @@ class SchedulerHook:
         their places in `new_blocks` before the model runs (vLLM: update_state_after_alloc)."""
 
     def limited(self, request: Request, computed: int, num_tokens: int) -> int:
-        """How many of the `num_tokens` tokens after the first `computed` the request gets in this step; 0: it waits, and who comes behind it."""
+        """How many of the `num_tokens` tokens after the first `computed` the request gets in this step. 0: it waits, and so does who is behind it
+        in the queue."""
         return num_tokens
 
     def preempted(self, request: Request, output: SchedulerOutput) -> bool:
@@ -182,7 +185,8 @@ class RunnerHook:
         """Token ids by request, one per row of logits; the hook may drop some from the end of a list."""
 
     def collect(self, output: ModelRunnerOutput, scheduler_output: SchedulerOutput) -> None:
-        """The step is over, and the batch holds its tokens, if any were scheduled. Adds to what the scheduler is told."""
+        """The step is over, and the batch holds the new tokens. Adds to what the scheduler is told. Also called in steps in which no token
+        is scheduled."""
 
     def shutdown(self) -> None:
         """The engine ends."""

@@ -148,7 +148,8 @@ class Scheduler:
         return output
 
     def _limited(self, num_tokens: int, budget: int) -> int:
-        """How many of a request's missing tokens this step computes: within the budget and, while there are others, a long prompt's threshold."""
+        """How many of a request's missing tokens this step computes: within the budget, and for a long prompt within
+        `long_prefill_token_threshold` while there are other requests."""
         threshold = self.config.long_prefill_token_threshold
         if 0 < threshold < num_tokens and len(self.requests) > 1:
             num_tokens = threshold
@@ -188,7 +189,8 @@ class Scheduler:
         return budget - num_tokens
 
     def _allocate_or_preempt(self, request: Request, num_tokens: int, output: SchedulerOutput) -> list[int] | None:
-        """Blocks for a running request's next tokens. Preempts from the end of the queue until enough are free; None if it was itself preempted."""
+        """Blocks for the next `num_tokens` tokens of a running request. Preempts from the end of the queue until enough are
+        free; returns None if `request` itself was preempted."""
         while True:
             new_blocks = self.kv_cache_manager.allocate_slots(request, request.num_computed_tokens + num_tokens)
             if new_blocks is not None:
@@ -220,7 +222,8 @@ class Scheduler:
         output.preempted_req_ids.append(request_id)
 
     def _schedule_waiting(self, output: SchedulerOutput, budget: int) -> None:
-        """Admit waiting requests in order while budget, batch and blocks last. The first that does not fit holds back all others."""
+        """Admit waiting requests in order while budget, batch and blocks last. The first that does not fit holds back all
+        after it."""
         rule = ""
         for request in self.waiting.in_turn():
             if budget <= 0 or len(self.running) >= self.config.max_num_seqs:
@@ -248,7 +251,8 @@ class Scheduler:
             self._trace_held_back(rule, budget)
 
     def _known_tokens(self, request: Request, num_hits: int) -> int:
-        """How many of the request's tokens need not be computed: those in `num_hits` cached blocks, and what each hook in turn has after them."""
+        """How many of the request's tokens need not be computed: those in the `num_hits` blocks of the prefix cache, and what each hook in turn
+        has after them."""
         known = num_hits * self.kv_cache_manager.block_size
         for hook in self.hooks:
             known += hook.num_matched(request, known)
@@ -295,7 +299,8 @@ class Scheduler:
             trace.emit("sched.admit", req=request_id, step=self.step, new_blocks=new_blocks, num_prompt_tokens=prompt)
 
     def _trace_held_back(self, rule: str, budget: int) -> None:
-        """Record why no other request was admitted: `rule` stopped the first in the queue, and that one all behind it; "": hooks hold all back."""
+        """Record why no other request was admitted: `rule` stopped the first one in the queue, and that one stops all behind it. The
+        rule is empty if the queue is, and hooks hold back all."""
         first = next((request.request_id for request in self.waiting.in_turn()), None) if rule else None
         others = [request.request_id for request in self.waiting]
         if trace.on:
