@@ -186,8 +186,8 @@ class House:
         self.log.unlink(missing_ok=True)
         # Without the feature that puts the engine into this process it runs in its own.
         how = ["--in-process"] if (copy / "stage03_engine/frontend/features/in_process").exists() else []
-        job = {"folder": str(copy), "trace": str(ROOT / "trace"), "log": str(self.log), "flags": flags, "how": how, "forget": FORGET}
-        job["surface"] = str(surface)
+        job = {"folder": str(copy), "trace": str(ROOT / "trace"), "log": str(self.log), "flags": flags, "how": how}
+        job |= {"surface": str(surface), "forget": FORGET}
         assert zygote.stdin is not None and zygote.stdout is not None
         print(json.dumps(job), file=zygote.stdin, flush=True)
         self.process = psutil.Process(int(zygote.stdout.readline()))
