@@ -150,7 +150,9 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, gc=False):
 
 def refusal(request_id: str, error: ValueError) -> EngineCoreOutputs:
     """The answer to a request that the engine core refuses; `error.param` is the field to blame, if any."""
-    refused = EngineCoreOutput(request_id, [], None, FinishReason.ERROR, error=str(error))
+    refused = EngineCoreOutput(
+        request_id, [], None, FinishReason.ERROR, error=str(error), busy=getattr(error, "busy", False)
+    )
     refused.error_param = getattr(error, "param", None)
     return EngineCoreOutputs([refused])
 

@@ -58,6 +58,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "eager": {"enforce_eager": True},
     "threads by lateness": {"adaptive_threads": True},
     "unbound": {"cpu_omp_threads_bind": "nobind"},
+    "asleep": {"enable_sleep_mode": True},
     "checked": {"check_invariants": True},
     "traced layers": {"trace": "FOLDER", "trace_layers": True},
     "profiled": {"profiler_dir": "FOLDER"},
@@ -155,6 +156,10 @@ def answers(
                 given["kv_transfer_config"] = given["kv_transfer_config"] | {"kv_connector_extra_config": place}
             asked = requests_of("poet" if "adapters" in names else None)
             with LLM(str(model), **SMALL | given) as llm:
+                if "asleep" in names:  # on waking, all that was built at start is built again
+                    llm.generate([[9, 9]], SamplingParams(max_tokens=2))
+                    llm.sleep(1 if "adapters" in names else 2)
+                    llm.wake_up()
                 outputs = llm.generate(
                     [prompt for prompt, _ in asked.values()], [params for _, params in asked.values()]
                 )

@@ -240,6 +240,8 @@ _ROWS = [
         "A client began to watch the scheduler: who runs and waits (the first of them), how far each has come, which blocks it holds, and which blocks are in the prefix cache.", "-"),
     _optional("kv.allocated", 8, ENGINE, {"blocks": "list[int]"}, "The request took these blocks out of the free ones.", "v1/core/block_pool.py get_new_blocks"),
     _optional("kv.freed", 8, ENGINE, {"blocks": "list[int]"}, "The request gave these blocks back; a block that others share stays in use.", "v1/core/block_pool.py free_blocks"),
+    _optional("sleep.changed", 8, ENGINE, {"level": "int", "asleep": "list[str]"}, "The engine fell asleep at this level, or woke up: the parts of its memory that are away now; while there are any, requests are refused.", "v1/engine/core.py sleep, wake_up"),
+    _optional("sleep.memory", 8, ENGINE, {"released": "dict[str, int]", "taken": "list[str]", "seconds": "float"}, "A worker gave memory back (bytes of each part), or took parts of it again, and how long that took.", "v1/worker/gpu_worker.py sleep, wake_up"),
     _optional("kv.reset", 8, ENGINE, {"done": "bool"}, "The prefix cache was asked to forget everything; done = it did, because no request held a block.", "v1/core/block_pool.py reset_prefix_cache"),
     _optional("kv.cached", 8, ENGINE, {"blocks": "list[int]"}, "These blocks are full and can be found by their hash from now on.",
         "v1/core/block_pool.py cache_full_blocks"),
