@@ -37,5 +37,3 @@ class InvalidRequestError(ValueError):
 
 class BusyError(InvalidRequestError):
     """A request that could be served if it were sent again later."""
-
-    busy = True

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from stage03_engine.config import VllmConfig
 
 _ROOM = "stage03_engine.core.features.sleep."
+_FRONT = "stage03_engine.frontend.features.sleep."
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class SleepFlags:
         return {
             "scheduler": [_ROOM + "scheduler_hook:SleepSchedulerHook"],
             "runner": [_ROOM + "runner_hook:SleepRunnerHook"],
-            "async_llm": [_ROOM + "calls:follow"],
+            "async_llm": [_FRONT + "calls:follow"],
         }
 
 
@@ -57,18 +58,18 @@ FEATURE = Feature(
     name="sleep",
     help="an engine that sleeps: its memory is given back, its process stays",
     room=__package__,
-    also=("stage02_server.features.sleep",),
+    also=("stage03_engine.frontend.features.sleep", "stage02_server.features.sleep"),
     settings={"ModelConfig": SleepMode, "VllmConfig": SleepFlags},
     parts=(
         Part("call", ".scheduler_hook:sleep", key="sleep"),
         Part("call", ".scheduler_hook:wake_up", key="wake_up"),
         Part("call", ".scheduler_hook:is_awake", key="is_awake"),
-        Part("llm", ".calls:sleep", key="sleep"),
-        Part("llm", ".calls:wake_up", key="wake_up"),
-        Part("llm", ".calls:is_sleeping", key="is_sleeping"),
-        Part("async_llm", ".calls:sleep_async", key="sleep"),
-        Part("async_llm", ".calls:wake_up_async", key="wake_up"),
-        Part("async_llm", ".calls:is_sleeping_async", key="is_sleeping"),
+        Part("llm", _FRONT + "calls:sleep", key="sleep"),
+        Part("llm", _FRONT + "calls:wake_up", key="wake_up"),
+        Part("llm", _FRONT + "calls:is_sleeping", key="is_sleeping"),
+        Part("async_llm", _FRONT + "calls:sleep_async", key="sleep"),
+        Part("async_llm", _FRONT + "calls:wake_up_async", key="wake_up"),
+        Part("async_llm", _FRONT + "calls:is_sleeping_async", key="is_sleeping"),
         Part("routes", "stage02_server.features.sleep.routes:install"),
     ),
     needs=("prefix_cache_reset",),
