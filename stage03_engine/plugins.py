@@ -57,6 +57,7 @@ INDEX: tuple[str | Feature, ...] = (
     "stage03_engine.core.features.quantized_checkpoints",
     "stage03_engine.core.features.lora",
     "stage03_engine.core.features.sleep",
+    "stage03_engine.core.features.weight_updates",
     "stage03_engine.core.features.kv_transfer",
     "stage03_engine.core.features.distributed",
     "stage03_engine.core.features.linear_backend",

@@ -59,6 +59,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "threads by lateness": {"adaptive_threads": True},
     "unbound": {"cpu_omp_threads_bind": "nobind"},
     "asleep": {"enable_sleep_mode": True},
+    "learner": {"enable_weight_updates": True},
     "checked": {"check_invariants": True},
     "traced layers": {"trace": "FOLDER", "trace_layers": True},
     "profiled": {"profiler_dir": "FOLDER"},

@@ -38,12 +38,18 @@ KINDS += [{"attention_backend": name} for name in ATTENTION if not name.startswi
 KINDS += [
     {"quantization": name} | ({"linear_backend": "torch"} if made[1] is None else {}) for name, made in METHODS.items()
 ]
-KINDS += [{"dtype": "bfloat16"}, {"load_format": "dummy"}, {"enable_prefix_caching": False}]
+KINDS += [
+    {"tensor_parallel_size": 2},
+    {"pipeline_parallel_size": 2},
+    {"dtype": "bfloat16"},
+    {"load_format": "dummy"},
+    {"enable_prefix_caching": False},
+]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return first_layers(tmp_path_factory.mktemp("sleep") / "model", 1)
+    return first_layers(tmp_path_factory.mktemp("sleep") / "model", 2)
 
 
 def tokens(llm: LLM) -> list[list[int]]:
@@ -195,7 +201,7 @@ def config(model: str, **more: Any) -> VllmConfig:
 
 async def answer(engine: AsyncLLM, name: str) -> list[int]:
     outputs = [output async for output in engine.generate(PROMPTS[1], GREEDY, name)]
-    return [token for output in outputs for token in output.outputs[0].token_ids] if outputs else []
+    return list(outputs[-1].outputs[0].token_ids)
 
 
 def test_async_with_two_engines_one_of_which_dies_asleep(model: str) -> None:

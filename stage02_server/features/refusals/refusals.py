@@ -12,7 +12,7 @@ from stage02_server.serving_engine import require_task
 from stage03_engine.mixins import is_there
 
 _NO_DECISIONS = "its model writes text and has no {} task"
-_NO_WEIGHT_UPDATES = "weights are loaded once, when the server starts"
+_NO_WEIGHT_UPDATES = "weights are replaced by the program that holds the engine (LLM.update_weights), not over HTTP"
 _NO_EXPERTS = "no model here has experts; POST /scale_engines changes the number of engines"
 
 ABSENT: dict[str, tuple[str, str]] = {
