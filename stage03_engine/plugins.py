@@ -73,6 +73,7 @@ INDEX: tuple[str | Feature, ...] = (
     "stage03_engine.core.features.recording",
     "stage03_engine.core.features.logits_rules",
     "stage03_engine.core.features.prompt_logprobs",
+    "stage03_engine.core.features.prompt_embeds",
     "stage03_engine.core.features.fair_queue",
     "stage03_engine.core.features.own_classes",
     "stage03_engine.core.features.scheduler_watch",

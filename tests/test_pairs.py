@@ -60,6 +60,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "unbound": {"cpu_omp_threads_bind": "nobind"},
     "asleep": {"enable_sleep_mode": True},
     "learner": {"enable_weight_updates": True},
+    "embeds": {"enable_prompt_embeds": True},
     "checked": {"check_invariants": True},
     "traced layers": {"trace": "FOLDER", "trace_layers": True},
     "profiled": {"profiler_dir": "FOLDER"},
