@@ -8,7 +8,8 @@ from pydantic import Field
 
 from stage02_server.protocol_types import ListOf, RequestFields, Text
 from stage03_engine.errors import InvalidRequestError
-from stage03_engine.params.embeds_file import FIELD, layout_in_base64, wrong
+
+_FIELD = "prompt_embeds"
 
 
 class PromptEmbedsFields(RequestFields):
@@ -20,28 +21,33 @@ class PromptEmbedsFields(RequestFields):
         "bfloat16. (vLLM takes what torch.save writes, which is not read here: it can hold programs.)",
     )
 
-    def check_built(self) -> None:
+    def other_prompt(self) -> list[int]:
         """As many placeholders as there are embeddings. Only the header is decoded here. Raises InvalidRequestError."""
-        if (text := self._embeds()) is not None:
-            request: Any = self
-            if request.prompt:
-                raise wrong("a request has a prompt, or embeddings")
-            if getattr(request, "echo", False):
-                raise InvalidRequestError(f"echo cannot be combined with {FIELD}: the prompt has no text.", "echo")
-            if getattr(request, "use_beam_search", False):
-                raise InvalidRequestError(
-                    f"use_beam_search cannot be combined with {FIELD}: beams go on from token ids.", "use_beam_search"
-                )
-            request.prompt = [0] * layout_in_base64(text).num_tokens
-        super().check_built()  # type: ignore[misc]
+        from stage03_engine.params.embeds_file import layout_in_base64
+
+        if (text := self._embeds()) is None:
+            nothing: list[int] = super().other_prompt()  # type: ignore[misc]
+            return nothing
+        return [0] * layout_in_base64(text).num_tokens
 
     def _embeds(self) -> str | None:
         given = self.prompt_embeds
         if isinstance(given, list) and len(given) > 1:
-            raise wrong("a request has one prompt of embeddings; send a request for each")
+            raise InvalidRequestError(
+                f"{_FIELD}: a request has one prompt of embeddings; send a request for each.", _FIELD
+            )
         return (given[0] if given else None) if isinstance(given, list) else given or None
 
     def apply(self, params: dict[str, Any]) -> None:
-        """The engine's front end decodes them, in a thread if they are long."""
-        if (text := self._embeds()) is not None:
-            params[FIELD] = text.encode("ascii", "replace")
+        """The engine's front end decodes them, in a thread if they are long. Raises InvalidRequestError for what needs a text, or token ids."""
+        if (text := self._embeds()) is None:
+            return
+        request: Any = self
+        if request.prompt:
+            raise InvalidRequestError(f"{_FIELD}: a request has a prompt, or embeddings.", _FIELD)
+        if getattr(request, "echo", False):
+            raise InvalidRequestError(f"echo cannot be combined with {_FIELD}: the prompt has no text.", "echo")
+        if getattr(request, "use_beam_search", False):
+            why = "beams go on from token ids"
+            raise InvalidRequestError(f"use_beam_search cannot be combined with {_FIELD}: {why}.", "use_beam_search")
+        params[_FIELD] = text.encode("ascii", "replace")

@@ -49,6 +49,5 @@ async def is_sleeping(raw_request: Request) -> dict[str, bool]:
 
 
 def install(app: FastAPI, services: Services) -> None:
-    """Add the routes, for those who may use them."""
-    if services.args.server_dev_mode and services.engine.vllm_config.model_config.enable_sleep_mode:
-        app.include_router(dev_router)
+    """Add the routes."""
+    app.include_router(dev_router)

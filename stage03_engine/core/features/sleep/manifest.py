@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stage03_engine.args.fields import option
 from stage03_engine.errors import ConfigError
+from stage03_engine.mixins import load
 from stage03_engine.plugins import Feature, Part
 
 if TYPE_CHECKING:
@@ -54,6 +55,12 @@ class SleepFlags:
         }
 
 
+def install(app: Any, services: Any) -> None:
+    """The routes, for those who may use them: they take the engine away from everybody."""
+    if getattr(services.args, "server_dev_mode", False) and services.engine.vllm_config.model_config.enable_sleep_mode:
+        load("stage02_server.features.sleep.routes:install")(app, services)
+
+
 FEATURE = Feature(
     name="sleep",
     help="an engine that sleeps: its memory is given back, its process stays",
@@ -70,7 +77,7 @@ FEATURE = Feature(
         Part("async_llm", _FRONT + "calls:sleep_async", key="sleep"),
         Part("async_llm", _FRONT + "calls:wake_up_async", key="wake_up"),
         Part("async_llm", _FRONT + "calls:is_sleeping_async", key="is_sleeping"),
-        Part("routes", "stage02_server.features.sleep.routes:install"),
+        Part("routes", ".manifest:install"),
     ),
     needs=("prefix_cache_reset",),
     after=("lora",),
