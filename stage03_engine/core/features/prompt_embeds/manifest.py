@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from stage03_engine.args.fields import option
 from stage03_engine.plugins import Feature, Part
+
+if TYPE_CHECKING:
+    from stage03_engine.config import VllmConfig
+
+_ROOM = "stage03_engine.core.features.prompt_embeds."
+SCHEDULER_HOOK, RUNNER_HOOK = (
+    _ROOM + "scheduler_hook:PromptEmbedsSchedulerHook",
+    _ROOM + "runner_hook:PromptEmbedsRunnerHook",
+)
 
 
 @dataclass(frozen=True)
@@ -15,6 +25,18 @@ class PromptEmbedsSwitch:
     enable_prompt_embeds: bool = option(
         False, "take prompts that are embeddings: the field prompt_embeds of completions, safetensors in base64"
     )
+
+
+@dataclass(frozen=True)
+class PromptEmbedsFlags:
+    """Part of VllmConfig."""
+
+    @staticmethod
+    def hooks(config: VllmConfig) -> dict[str, list[str]]:
+        """From the start, before those that look blocks up: a request's embeddings belong to their hashes."""
+        if not config.model_config.enable_prompt_embeds:
+            return {}
+        return {"scheduler": [SCHEDULER_HOOK], "runner": [RUNNER_HOOK]}
 
 
 FEATURE = Feature(
@@ -27,7 +49,7 @@ FEATURE = Feature(
         "stage03_engine.frontend.features.prompt_embeds",
         "stage02_server.features.prompt_embeds",
     ),
-    settings={"ModelConfig": PromptEmbedsSwitch},
+    settings={"ModelConfig": PromptEmbedsSwitch, "VllmConfig": PromptEmbedsFlags},
     parts=(
         Part("params", "stage03_engine.params.prompt_embeds:PromptEmbeds"),
         Part("request", "stage02_server.features.prompt_embeds.fields:PromptEmbedsFields", key="CompletionRequest"),

@@ -24,13 +24,12 @@ BEYOND = 1 << 40  # greater than any token id
 
 
 class PromptEmbedsRunnerHook(RunnerHook):
-    """Installed with the first request that has embeddings."""
+    """Installed with `--enable-prompt-embeds`."""
 
     def __init__(self, runner: ModelRunner, config: VllmConfig) -> None:
         super().__init__(runner, config)
         self._embeds: dict[str, Tensor] = {}  # request -> [num_tokens, hidden_size]
-        self._ids: Tensor | None = None  # of this step, if it computes such positions
-        self._rows: list[Tensor] = []
+        self._places: list[tuple[int, Tensor]] = []  # of this step: index of a token, and the rows from there on
         self._around: nn.Module | None = None  # the embedding that is watched
         self._values = self._here = self._numbers = torch.empty(0)
 
@@ -50,33 +49,29 @@ class PromptEmbedsRunnerHook(RunnerHook):
 
     def prepared(self, inputs: StepInputs, scheduler_output: SchedulerOutput) -> None:
         """Which tokens of the step are embeddings."""
-        self._ids, self._rows = None, []
-        if not self._embeds:
-            return
-        starts, position = inputs.metadata.query_start_loc_cpu, inputs.positions
-        for number, request_id in enumerate(scheduler_output.num_scheduled_tokens):
+        self._places, starts = [], inputs.metadata.query_start_loc_cpu
+        for number, request_id in enumerate(scheduler_output.num_scheduled_tokens) if self._embeds else ():
             if (rows := self._embeds.get(request_id)) is None:
                 continue
             begin, end = starts[number], starts[number + 1]
-            first = int(position[begin])
+            first = int(inputs.positions[begin])
             if (count := min(end - begin, len(rows) - first)) > 0:
-                self._ids = inputs.input_ids.clone() if self._ids is None else self._ids
-                known = sum(map(len, self._rows))
-                self._ids[begin : begin + count] = BEYOND + torch.arange(known, known + count, device=position.device)
-                self._rows.append(rows[first : first + count])
-        if self._ids is not None:
+                self._places.append((begin, rows[first : first + count]))
+        if self._places:
             inputs.replayable = False
             self._watch()
 
     def forward(self, inputs: StepInputs, run: Callable[[StepInputs], Tensor]) -> Tensor:
-        """Run the model over these ids."""
-        if self._ids is None:
+        """Run the model over ids that say which rows are the client's."""
+        if not self._places:
             return run(inputs)
-        self._values = torch.cat(self._rows)
-        try:
-            return run(replace(inputs, input_ids=self._ids))
-        finally:
-            self._ids, self._rows = None, []
+        ids, known = inputs.input_ids.clone(), BEYOND
+        for begin, rows in self._places:
+            ids[begin : begin + len(rows)] = torch.arange(known, known + len(rows), device=ids.device)
+            known += len(rows)
+        self._values = torch.cat([rows for _, rows in self._places])
+        self._places = []
+        return run(replace(inputs, input_ids=ids))
 
     def _watch(self) -> None:
         """Around the embedding of the model that runs now: it may have been loaded again."""

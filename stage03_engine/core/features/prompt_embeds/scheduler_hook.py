@@ -11,7 +11,7 @@ from stagetrace import trace
 
 
 class PromptEmbedsSchedulerHook(SchedulerHook):
-    """Installed with the first request that has embeddings."""
+    """Installed with `--enable-prompt-embeds`."""
 
     def added(self, request: Request) -> None:
         """Only requests with the same embeddings find its blocks. Raises InvalidRequestError if there are not as many as placeholders."""
