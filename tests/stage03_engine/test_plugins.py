@@ -150,7 +150,6 @@ ONE = {
     "shape": "else GPT-2's fields",
     "core": "else EngineCore",
     "policy": "else fcfs and priority",
-    "async_llm": "else its own methods",
 }
 """Seams at which one feature plugs in -> what the walk has there itself, which makes two."""
 

@@ -1,4 +1,4 @@
-"""Routes that let the engine sleep. They take it away from everybody, so they exist only with --server-dev-mode (vllm/entrypoints/serve/sleep)."""
+"""Routes that let the engine sleep. They take it away from everybody, so they exist only with --server-dev-mode (vllm/entrypoints/serve/dev/sleep)."""
 
 from __future__ import annotations
 
