@@ -153,9 +153,7 @@ def test_cached_prefixes_are_forgotten_and_the_trace_has_versions(model: str, ot
         tokens(llm)
     run = read_run(tmp_path)
     assert [event.args["version"] for event in run.named("weights.updated")] == [1, 2]
-    assert [event.args["params"].get("weights_version") for event in run.named("sched.queued")] == 3 * [None] + [
-        1
-    ] + 3 * [2]
+    assert [event.args["version"] for event in run.named("weights.used")] == [1] + 3 * [2]
 
 
 def test_beside_sleep(model: str, other: str) -> None:

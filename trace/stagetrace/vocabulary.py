@@ -244,6 +244,7 @@ _ROWS = [
     _optional("sleep.memory", 8, ENGINE, {"released": "dict[str, int]", "taken": "list[str]", "seconds": "float"}, "A worker gave memory back (bytes of each part), or took parts of it again, and how long that took.", "v1/worker/gpu_worker.py sleep, wake_up"),
     _optional("weights.updated", 8, ENGINE, {"version": "int", "seconds": "float"}, "The engine's weights were replaced; requests from now on run with this version of them.", "v1/worker/gpu_worker.py update_weights"),
     _optional("embeds.given", 8, ENGINE, {"num_tokens": "int", "dtype": "str"}, "The prompt of this request is embeddings, in this number format: its token ids are placeholders.", "v1/request.py prompt_embeds"),
+    _optional("weights.used", 8, ENGINE, {"version": "int"}, "This request, which is about to be queued, runs with this version of the weights.", "-"),
     _optional("kv.reset", 8, ENGINE, {"done": "bool"}, "The prefix cache was asked to forget everything; done = it did, because no request held a block.", "v1/core/block_pool.py reset_prefix_cache"),
     _optional("kv.cached", 8, ENGINE, {"blocks": "list[int]"}, "These blocks are full and can be found by their hash from now on.",
         "v1/core/block_pool.py cache_full_blocks"),

@@ -84,5 +84,5 @@ FEATURE = Feature(
         ("enable_lora", "enable_weight_updates"): "adapters belong to the weights that they were trained with",
         ("kv_transfer_config", "enable_weight_updates"): "its folder holds keys and values of the old weights",
     },
-    events=("weights.updated",),
+    events=("weights.updated", "weights.used"),
 )

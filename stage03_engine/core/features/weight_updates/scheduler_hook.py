@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -39,10 +39,8 @@ class WeightsSchedulerHook(SchedulerHook):
         """Raises BusyError while weights are being replaced."""
         if self.is_closed:
             raise BusyError("The engine's weights are being replaced; send the request again.", "model")
-
-    def traced_params(self, request: Request) -> dict[str, Any]:
-        """Which weights the request ran with."""
-        return {"weights_version": self.version} if self.version else {}
+        if trace.on and self.version:
+            trace.emit("weights.used", req=request.request_id, version=self.version)
 
 
 def hook_of(core: EngineCore) -> WeightsSchedulerHook:
