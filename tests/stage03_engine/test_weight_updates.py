@@ -19,7 +19,7 @@ from small_gpt2 import first_layers
 
 from stage03_engine.arg_utils import AsyncEngineArgs
 from stage03_engine.core.features.quantization.manifest import METHODS
-from stage03_engine.errors import ConfigError, InvalidRequestError
+from stage03_engine.errors import BusyError, ConfigError, InvalidRequestError
 from stage03_engine.frontend.async_llm import AsyncLLM
 from stage03_engine.llm import LLM
 from stage03_engine.sampling_params import SamplingParams
@@ -142,6 +142,23 @@ def test_what_does_not_fit_leaves_the_old_weights(model: str, kind: dict[str, An
         with pytest.raises(InvalidRequestError, match=r"cannot be replaced while requests run \(1 now\)"):
             llm.update_weights(pairs(model).items())
         assert len(list(stream)) and tokens(llm) == before
+
+
+def test_what_fails_after_the_checks_leaves_no_engine_that_is_half_new(
+    model: str, other: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a process of its own it would end; here it takes no request any more."""
+    with LLM(model, **SMALL) as llm:
+        runner = llm.engine_core._core.executor.worker.model_runner  # type: ignore[attr-defined]
+
+        def fail(num_blocks: int) -> None:
+            raise MemoryError("no room")
+
+        monkeypatch.setattr(runner, "initialize_kv_cache", fail)
+        with pytest.raises(MemoryError, match="no room"):
+            llm.update_weights(pairs(other).items())
+        with pytest.raises(BusyError, match="weights are being replaced"):
+            tokens(llm)
 
 
 def test_cached_prefixes_are_forgotten_and_the_trace_has_versions(model: str, other: str, tmp_path: Path) -> None:
