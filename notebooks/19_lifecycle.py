@@ -161,7 +161,7 @@ lab.claim("nobody was thrown out: the stream is complete", text[-1] == "data: [D
 
 # %% [markdown]
 # Here it takes 2 seconds to notice (`--engine-stall-seconds`; 300 by default, because the first step may compile kernels). An engine without work owes nothing, however long it is silent. This state is
-# not in vLLM: its `/health` asks only whether the engine's process is dead. (vLLM has another one, an engine that sleeps: with `--enable-sleep-mode` it gives its memory back and keeps its process. That is not built here.)
+# not in vLLM: its `/health` asks only whether the engine's process is dead. (vLLM has another one, an engine that sleeps: with [`--enable-sleep-mode`](../stage03_engine/core/features/sleep/README.md) it gives its memory back and keeps its process.)
 #
 # ## An engine that dies
 

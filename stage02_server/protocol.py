@@ -72,6 +72,10 @@ class SamplingRequest(*loaded("request", "SamplingRequest"), RequestModel):  # t
     priority: Int64 = Field(default=0, description="With --scheduling-policy priority: smaller goes first.")
     cache_salt: Salt | None = Field(default=None, description="Only requests with the same salt share cached prefixes.")
 
+    def other_prompt(self) -> Any:
+        """What a feature's field has in place of `prompt`. Raises InvalidRequestError if there is nothing."""
+        raise InvalidRequestError("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
+
     def _sampling_params(self, defaults: dict[str, Any] | None, max_tokens: int | None) -> SamplingParams:
         """Raises InvalidRequestError for invalid values, and for values that exclude each other."""
         params = self._arguments(defaults, max_tokens)
@@ -106,11 +110,10 @@ class CompletionRequest(*loaded("request", "CompletionRequest"), SamplingRequest
 
     def prompts(self) -> list[str | list[int]]:
         """One or more prompts, each as text or as token ids. Raises InvalidRequestError if there is none."""
-        if not self.prompt:
-            raise InvalidRequestError("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
-        if isinstance(self.prompt, list) and isinstance(self.prompt[0], str | list):
-            return list(self.prompt)
-        return [self.prompt]
+        prompt: Any = self.prompt or self.other_prompt()
+        if isinstance(prompt, list) and isinstance(prompt[0], str | list):
+            return list(prompt)
+        return [prompt]
 
     def to_sampling_params(self, defaults: dict[str, Any] | None = None) -> SamplingParams:
         """Raises InvalidRequestError."""

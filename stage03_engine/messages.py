@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from stage03_engine.config import VllmConfig
+from stage03_engine.errors import BusyError
 from stage03_engine.sampling_params import SamplingParams
 
 ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"
@@ -151,6 +152,7 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, gc=False):
 def refusal(request_id: str, error: ValueError) -> EngineCoreOutputs:
     """The answer to a request that the engine core refuses; `error.param` is the field to blame, if any."""
     refused = EngineCoreOutput(request_id, [], None, FinishReason.ERROR, error=str(error))
+    refused.busy = isinstance(error, BusyError)
     refused.error_param = getattr(error, "param", None)
     return EngineCoreOutputs([refused])
 

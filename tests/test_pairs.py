@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import small_eagle
+from safetensors.torch import load_file, save
 from small_adapters import write_adapter
 from small_gpt2 import first_layers
 
@@ -59,6 +61,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "eager": {"enforce_eager": True},
     "threads by lateness": {"adaptive_threads": True},
     "unbound": {"cpu_omp_threads_bind": "nobind"},
+    "asleep": {"enable_sleep_mode": True},
+    "learner": {"enable_weight_updates": True},
+    "embeds": {"enable_prompt_embeds": True},
     "checked": {"check_invariants": True},
     "traced layers": {"trace": "FOLDER", "trace_layers": True},
     "profiled": {"profiler_dir": "FOLDER"},
@@ -128,6 +133,13 @@ def requests_of(adapter: str | None) -> dict[str, tuple[list[int], SamplingParam
     return found
 
 
+def as_embeds(model: Path, ids: list[int], params: SamplingParams) -> tuple[list[int], SamplingParams]:
+    """The same prompt as rows of the model's own table."""
+    tensors = load_file(model / "model.safetensors")
+    rows = next(tensor for name, tensor in tensors.items() if name.endswith("wte.weight"))[ids]
+    return [0] * len(ids), msgspec.structs.replace(params, prompt_embeds=save({"x": rows.contiguous()}))
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(first_layers(tmp_path_factory.mktemp("pairs") / "model", 2))
@@ -157,7 +169,14 @@ def answers(
                 place = {"shared_storage_path": str(folder / "blocks")}
                 given["kv_transfer_config"] = given["kv_transfer_config"] | {"kv_connector_extra_config": place}
             asked = requests_of("poet" if "adapters" in names else None)
+            if "embeds" in names and "pipeline" not in names:  # a pipeline takes none: test_prompt_embeds
+                for name in ("greedy", "seeded", "two answers"):
+                    asked[name] = as_embeds(model, *asked[name])
             with LLM(str(model), **SMALL | given) as llm:
+                if "asleep" in names:  # on waking, all that was built at start is built again
+                    llm.generate([[9, 9]], SamplingParams(max_tokens=2))
+                    llm.sleep(1 if "adapters" in names else 2)
+                    llm.wake_up()
                 outputs = llm.generate(
                     [prompt for prompt, _ in asked.values()], [params for _, params in asked.values()]
                 )

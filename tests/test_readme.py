@@ -196,7 +196,7 @@ NO_FLAGS_OF_OURS = {
     "--out",
     "--checkpoint",
     "--text",
-    "--disable-sleep-mode",
+    "--disable-mm-embeds",
     "--max-num-seq",
     "--enable-x",
     "--disable-x",

@@ -143,8 +143,6 @@ def test_only_the_chosen_command_is_imported() -> None:
          "STAGES_NODE_SECRET"),
         (["serve", "-asc", "65"], "api_server_count must be at most 64, not 65"),
         (["serve", "-asc", "2", "--in-process"], "in_process needs api_server_count 1: with 2, each server would have an engine of its own"),
-        (["serve", "-asc", "2", "--server-dev-mode"],
-         "server_dev_mode needs api_server_count 1: with 2, POST /abort_requests would find only the requests of one server"),
         (["serve", "-asc", "2", "--allow-runtime-lora-updating"],
          "allow_runtime_lora_updating needs api_server_count 1: with 2, each server would know only the adapters that it loaded itself"),
         (["serve", "-asc", "3", "--enable-server-load-tracking"],

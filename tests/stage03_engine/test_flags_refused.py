@@ -18,8 +18,8 @@ ROOT = Path(__file__).parent.parent.parent
 ENGINE = (["serve"], ["run-batch", "-i", "a", "-o", "b"], ["bench", "throughput"], ["bench", "latency"])
 BENCH_SERVE = (["bench", "serve"],)
 CASES = [
-    (ENGINE, "--trust-remote-code", True), (ENGINE, "--no-trust-remote-code", True), (ENGINE, "--enable-sleep-mode", False),
-    (ENGINE, "--disable-sleep-mode", True), (ENGINE, "--dp-sync-interval 16", True), (ENGINE, "--dp_sync_interval=16.0", True),
+    (ENGINE, "--trust-remote-code", True), (ENGINE, "--no-trust-remote-code", True), (ENGINE, "--enable-cumem-allocator", False),
+    (ENGINE, "--disable-cumem-allocator", True), (ENGINE, "--dp-sync-interval 16", True), (ENGINE, "--dp_sync_interval=16.0", True),
     (ENGINE, "--enable-moe-shared-loras", False), (ENGINE, "--kv-cache-dtype-skip-layers 0", False), (BENCH_SERVE, "--trust-remote-code", True),
     (BENCH_SERVE, "--lora-modules a=b", False), (BENCH_SERVE, "--hf-split train", False),
 ]  # fmt: skip
@@ -32,7 +32,7 @@ def test_commands_know_them(commands: tuple[list[str], ...], words: str, accepte
         if accepted:
             assert parser.parse_args([*command, *words.split()]) == parser.parse_args(command)
         else:
-            with pytest.raises(ConfigError, match="is not supported.*: .*(adapter|dtype|data sets|sleep)"):
+            with pytest.raises(ConfigError, match="is not supported.*: .*(adapter|dtype|data sets|allocator)"):
                 parser.parse_args([*command, *words.split()])
 
 
@@ -44,7 +44,7 @@ def test_short_names(short: str, long: str) -> None:
 
 REASONS = {
     "-O3": "torch.compile",
-    "--hf-token x": "HF_TOKEN", "--enable-sleep-mode": "cannot sleep",
+    "--hf-token x": "HF_TOKEN", "--enable-cumem-allocator": "torch's own allocator",
     "--hf-config-path x": "config.json", "--model-impl transformers": "the classes of this project", "--device-ids 1": "CUDA_VISIBLE_DEVICES",
     "--numa-bind": "VLLM_CPU_OMP_THREADS_BIND", "--worker-extension-cls a.B": "--worker-cls takes a worker of your own", "--watchdog-config {}": "hung",
     "--cpu-offload-gb 4": "weights stay", "--max-num-scheduled-tokens 9": "--max-num-batched-tokens", "--watermark 0.1": "held back",
@@ -150,7 +150,7 @@ def test_keys_of_a_config_file(tmp_path: Path, capsys: pytest.CaptureFixture[str
         "max_loras: 1",
         "hf-overrides: {}",
         "revision:",
-        "enable-sleep-mode: false",
+        "enable-cumem-allocator: false",
         "grpc: false",
         "disable-log-requests: true",
         "download-dir: /models",
@@ -161,7 +161,7 @@ def test_keys_of_a_config_file(tmp_path: Path, capsys: pytest.CaptureFixture[str
     refused = {
         "lora-dtype: half": "lora_dtype: 'half' is not one of auto, float16, bfloat16, float32",
         "lora-target-modules: [a]": "--lora-target-modules is not supported: adapters are cut like their layers",
-        "enable-sleep-mode: maybe": "--enable-sleep-mode is not supported: ",
+        "enable-cumem-allocator: maybe": "--enable-cumem-allocator is not supported: ",
         "max-lora: 1": "unknown key 'max-lora'; did you mean",
     }
 

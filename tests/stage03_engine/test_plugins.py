@@ -149,7 +149,6 @@ ONE = {
     "names": "else --served-model-name",
     "core": "else EngineCore",
     "policy": "else fcfs and priority",
-    "async_llm": "else its own methods",
 }
 """Seams at which one feature plugs in -> what the walk has there itself, which makes two."""
 

@@ -17,7 +17,7 @@ from stage02_server.errors import APIError
 from stage02_server.features.admin.end_requests import end_requests, running_request_ids
 from stage02_server.protocol_types import Text
 
-dev_router = APIRouter()
+dev_router, own_router = APIRouter(), APIRouter()
 MAX_ABORTS = 1000
 _RANDOM_PART = re.compile(r"-[0-9a-f]{8}\Z")
 
@@ -40,7 +40,7 @@ async def show_server_info(
     return {"vllm_config": msgspec.to_builtins(config) if config_format == "json" else str(config)}
 
 
-@dev_router.post("/abort_requests")
+@own_router.post("/abort_requests")
 async def abort_requests(body: AbortRequest, raw_request: Request) -> Response:
     """End requests by the ids of their answers; each gets what there is, with the finish reason "abort". Ids that do not
     run are ignored: they may just have ended. So are those of another API key."""
@@ -71,5 +71,7 @@ async def reset_prefix_cache(raw_request: Request) -> Response:
 
 
 def install(app: FastAPI, services: Services) -> None:
-    """Add the routes."""
+    """Add the routes. One of several API servers would find only its own requests: none is aborted there."""
     app.include_router(dev_router)
+    if (getattr(services.args, "api_server_count", None) or 1) == 1:
+        app.include_router(own_router)

@@ -20,7 +20,6 @@ ALONE = {
     "in_process": "each server would have an engine of its own",
     "enable_server_load_tracking": "GET /load would count only the requests of one server",
     "allow_runtime_lora_updating": "each server would know only the adapters that it loaded itself",
-    "server_dev_mode": "POST /abort_requests would find only the requests of one server",
 }
 """Setting -> what would go wrong with several API servers."""
 NEEDS = ("stage03_engine.core.features.front_ends", "stage03_engine.frontend.features.shared_engine")

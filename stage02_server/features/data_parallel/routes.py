@@ -102,5 +102,5 @@ def install(app: FastAPI, services: Services) -> None:
     before = len(app.router.routes)
     app.include_router(router)
     app.router.routes[:0] = [app.router.routes.pop() for _ in range(len(app.router.routes) - before)]
-    if services.args.server_dev_mode:
+    if services.args.server_dev_mode and (getattr(services.args, "api_server_count", None) or 1) == 1:
         app.include_router(dev_router)

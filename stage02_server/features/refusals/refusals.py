@@ -12,8 +12,7 @@ from stage02_server.serving_engine import require_task
 from stage03_engine.mixins import is_there
 
 _NO_DECISIONS = "its model writes text and has no {} task"
-_NO_WEIGHT_UPDATES = "weights are loaded once, when the server starts"
-_NO_SLEEP = "the engine keeps its weights and its cache in memory for as long as it runs"
+_NO_WEIGHT_UPDATES = "weights are replaced by the program that holds the engine (LLM.update_weights), not over HTTP"
 _NO_EXPERTS = "no model here has experts; POST /scale_engines changes the number of engines"
 
 ABSENT: dict[str, tuple[str, str]] = {
@@ -31,9 +30,6 @@ ABSENT: dict[str, tuple[str, str]] = {
     "/kv_event_sources": ("GET", "events of the KV cache are not published; --trace records them"),
     "/scale_elastic_ep": ("POST", _NO_EXPERTS),
     "/is_scaling_elastic_ep": ("POST", _NO_EXPERTS),
-    "/sleep": ("POST", _NO_SLEEP),
-    "/wake_up": ("POST", _NO_SLEEP),
-    "/is_sleeping": ("GET", _NO_SLEEP),
     "/reset_mm_cache": ("POST", "images are prepared anew for each request, so there is no cache of them"),
     "/reset_encoder_cache": (
         "POST",
@@ -76,16 +72,21 @@ HOW = {
 
 
 _DEV_MODE = "--server-dev-mode, or VLLM_SERVER_DEV_MODE=1"
+_SLEEP = f"--enable-sleep-mode, and {_DEV_MODE}"
+_ALONE = f"one API server, and {_DEV_MODE}"
 _LORA = "--enable-lora, --lora-root FOLDER and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
 OFF: dict[str, tuple[str, str]] = {
     "/tokenizer_info": ("GET", "--enable-tokenizer-info-endpoint"),
     # They show or change what is not the caller's.
     "/server_info": ("GET", _DEV_MODE),
-    "/abort_requests": ("POST", _DEV_MODE),
+    "/abort_requests": ("POST", _ALONE),
     "/reset_prefix_cache": ("POST", _DEV_MODE),
+    "/sleep": ("POST", _SLEEP),
+    "/wake_up": ("POST", _SLEEP),
+    "/is_sleeping": ("GET", _SLEEP),
     "/v1/load_lora_adapter": ("POST", _LORA),
     "/v1/unload_lora_adapter": ("POST", _LORA),
-    "/scale_engines": ("POST", f"--data-parallel-size 2 or more, and {_DEV_MODE}"),
+    "/scale_engines": ("POST", f"--data-parallel-size 2 or more, {_ALONE}"),
 }
 """Path -> its method, and the flag that switches it on."""
 

@@ -124,7 +124,8 @@ def install_ends(model: nn.Module, runner: ModelRunner, own: Ranks) -> None:
             if hasattr(model, name):
                 setattr(model, name, SentStates(runner))
         model.compute_logits = _no_logits  # type: ignore[assignment]
-        runner.hooks.append(EarlierStageHook(runner, runner.config))
+        if not any(isinstance(hook, EarlierStageHook) for hook in runner.hooks):  # a model may be loaded again
+            runner.hooks.append(EarlierStageHook(runner, runner.config))
 
 
 def _number_layers(model: nn.Module, runner: ModelRunner, own: Ranks) -> None:

@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 class PackedWeightsHook(RunnerHook):
     """Installed on a CPU, unless `--linear-backend torch`."""
 
+    chosen: tuple[str, str] | None = None  # what was measured: weights that are loaded again are multiplied alike
+
     @torch.inference_mode()
     def model_loaded(self, model: LanguageModel) -> LanguageModel:
         """The model with packed weights."""
@@ -31,8 +33,11 @@ class PackedWeightsHook(RunnerHook):
             matrices = [(output, None)]  # something else multiplies in all layers
         few = many = "torch" if name == "auto" and not matrices else name
         if name == "auto" and matrices:
-            few, many, measured = fastest(*max(matrices, key=lambda one: one[0].numel()))
-            logger.info("Linear layers: %s for few rows, %s for many (%s)", few, many, measured)
+            if self.chosen is None:
+                few, many, measured = fastest(*max(matrices, key=lambda one: one[0].numel()))
+                logger.info("Linear layers: %s for few rows, %s for many (%s)", few, many, measured)
+                self.chosen = few, many
+            few, many = self.chosen
         if few != "torch" or many != "torch":
             gelu = layer_kernels(self.config.device_config.attention_backend).gelu
             pack_model(model, both(get_linear_backend(few), get_linear_backend(many)), gelu)

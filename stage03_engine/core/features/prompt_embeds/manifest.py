@@ -1,0 +1,58 @@
+"""`--enable-prompt-embeds`: prompts that are embeddings (vllm/config/model.py, enable_prompt_embeds)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from stage03_engine.args.fields import option
+from stage03_engine.plugins import Feature, Part
+
+if TYPE_CHECKING:
+    from stage03_engine.config import VllmConfig
+
+_ROOM = "stage03_engine.core.features.prompt_embeds."
+SCHEDULER_HOOK, RUNNER_HOOK = (
+    _ROOM + "scheduler_hook:PromptEmbedsSchedulerHook",
+    _ROOM + "runner_hook:PromptEmbedsRunnerHook",
+)
+
+
+@dataclass(frozen=True)
+class PromptEmbedsSwitch:
+    """Part of ModelConfig."""
+
+    enable_prompt_embeds: bool = option(
+        False, "take prompts that are embeddings: the field prompt_embeds of completions, safetensors in base64"
+    )
+
+
+@dataclass(frozen=True)
+class PromptEmbedsFlags:
+    """Part of VllmConfig."""
+
+    @staticmethod
+    def hooks(config: VllmConfig) -> dict[str, list[str]]:
+        """From the start, before those that look blocks up: a request's embeddings belong to their hashes."""
+        if not config.model_config.enable_prompt_embeds:
+            return {}
+        return {"scheduler": [SCHEDULER_HOOK], "runner": [RUNNER_HOOK]}
+
+
+FEATURE = Feature(
+    name="prompt_embeds",
+    help="prompts that are embeddings, in place of tokens",
+    room=__package__,
+    also=(
+        "stage03_engine.params.prompt_embeds",
+        "stage03_engine.params.embeds_file",
+        "stage03_engine.frontend.features.prompt_embeds",
+        "stage02_server.features.prompt_embeds",
+    ),
+    settings={"ModelConfig": PromptEmbedsSwitch, "VllmConfig": PromptEmbedsFlags},
+    parts=(
+        Part("params", "stage03_engine.params.prompt_embeds:PromptEmbeds"),
+        Part("request", "stage02_server.features.prompt_embeds.fields:PromptEmbedsFields", key="CompletionRequest"),
+    ),
+    events=("embeds.given",),
+)

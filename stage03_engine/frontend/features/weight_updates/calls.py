@@ -1,0 +1,132 @@
+"""`update_weights` of LLM and AsyncLLM (vllm/entrypoints/llm.py, update_weights).
+
+Tensors cross as a safetensors file in a private folder, whose name is all that is sent: no pickle, and an engine that is started again finds the newest weights there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, finalize
+
+from stage03_engine.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stage03_engine.frontend.async_llm import AsyncLLM
+    from stage03_engine.llm import LLM
+
+
+@dataclass
+class Newest:
+    """The weights that an engine has been given last."""
+
+    version: int
+    folder: str  # removed when nobody needs it any more
+
+
+_newest: WeakKeyDictionary[Any, Newest] = WeakKeyDictionary()
+Call = tuple[str, tuple[Any, ...]]
+
+
+def _changing(owner: Any, weights: Iterable[tuple[str, Tensor]]) -> Generator[Call, None, int]:
+    """The calls of an update, for callers with and without an event loop. Returns the version. Raises InvalidRequestError: then the old weights stay."""
+    tensors = _gathered(weights)
+    old, folder = _newest.get(owner), mkdtemp(prefix="stages-weights-")
+    try:
+        _write(tensors, folder)
+        try:
+            yield "prepare_weights", (folder,)
+        except InvalidRequestError:  # one of several engines may have closed its door already
+            yield "keep_weights", ()
+            raise
+        version = 1 if old is None else old.version + 1
+        yield "update_weights", (folder, version)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    if old is not None:
+        shutil.rmtree(old.folder, ignore_errors=True)
+    _newest[owner] = Newest(version, folder)
+    finalize(owner, shutil.rmtree, folder, ignore_errors=True)
+    return version
+
+
+def _gathered(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Copies of them. Raises InvalidRequestError for a name that comes twice, or what is no tensor."""
+    from torch import Tensor
+
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in weights:
+        if name in tensors or not isinstance(tensor, Tensor):
+            raise InvalidRequestError(
+                f"The weights are not replaced: {name} {'comes twice' if name in tensors else 'is no tensor'}."
+            )
+        tensors[name] = tensor.detach().to("cpu", copy=True).contiguous()
+    return tensors
+
+
+def _write(tensors: dict[str, Tensor], folder: str) -> None:
+    """As a checkpoint has them."""
+    from safetensors.torch import save_file
+
+    save_file(tensors, Path(folder) / "model.safetensors")
+
+
+def update_weights(llm: LLM, weights: Iterable[tuple[str, Tensor]]) -> int:
+    """Replace all weights of the model by (name, tensor) pairs, named and shaped as in its checkpoint. Returns their version: 1, 2, ... Raises InvalidRequestError
+    for names, shapes and values that do not fit and while requests run; the old weights stay then, as they do if `weights` itself raises."""
+    change = _changing(llm, weights)
+    try:
+        call = next(change)
+        while True:
+            try:
+                llm.call(call[0], *call[1])
+            except InvalidRequestError as error:
+                call = change.throw(error)
+            else:
+                call = next(change)
+    except StopIteration as end:
+        version: int = end.value
+        return version
+
+
+async def update_weights_async(engine: AsyncLLM, weights: Iterable[tuple[str, Tensor]]) -> int:
+    """As `LLM.update_weights`, in all engines or in none. `weights` are gone through in a thread. Raises EngineDeadError besides."""
+    change = _changing(engine, weights)
+    done = object()
+
+    def step(error: InvalidRequestError | None = None) -> Any:
+        try:
+            return next(change) if error is None else change.throw(error)
+        except StopIteration as end:
+            return done, end.value
+
+    call = await asyncio.to_thread(step)
+    while call[0] is not done:
+        try:
+            await engine.call(call[0], *call[1])
+        except InvalidRequestError as error:
+            call = await asyncio.to_thread(step, error)
+        else:
+            call = await asyncio.to_thread(step)
+    version: int = call[1]
+    return version
+
+
+def follow(engine: AsyncLLM) -> None:
+    """From now on an engine that is started again, or added, gets the newest weights before it gets requests."""
+
+    async def prepare(newcomer: Any) -> None:
+        if (newest := _newest.get(engine)) is not None:
+            await newcomer.call("prepare_weights", newest.folder)
+            await newcomer.call("update_weights", newest.folder, newest.version)
+
+    if (preparing := getattr(engine.engine_core, "preparing", None)) is not None:  # several engines
+        preparing.append(prepare)
