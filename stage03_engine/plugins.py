@@ -47,6 +47,7 @@ INDEX: tuple[str | Feature, ...] = (
     "stage03_engine.nodes",
     "stage03_engine.replay",
     "stage03_engine.core.features.turns",
+    "stage03_engine.core.features.embedding_rows",
     "stage03_engine.core.features.structured_output",
     "stage03_engine.core.features.spec_decode",
     "stage03_engine.core.features.pooling",

@@ -65,11 +65,6 @@ class MultiModalFlags:
                 "adapters are for models of text; leave it out",
             ),
             (
-                getattr(config.device_config, "batch_invariant", False),
-                "batch_invariant",
-                "it runs the model in tiles, whose rows belong to no picture; leave it out",
-            ),
-            (
                 getattr(speculative, "method", None) not in (None, "ngram"),
                 "a model or head that drafts",
                 "what drafts sees no picture; leave speculative_config out, or use the method ngram",
@@ -128,6 +123,6 @@ FEATURE = Feature(
         Part("engine", ".llava:LLAVA", key=f"multimodal:{LLAVA}"),
         Part("replay", _CORE + "recorded:RecordedEncoderHook", key="images"),
     ),
-    needs=("model_formats",),
+    needs=("model_formats", "embedding_rows"),
     events=("encoder.scheduled", "encoder.cache_hit", "encoder.no_room", "encoder.encoded", "encoder.evicted"),
 )

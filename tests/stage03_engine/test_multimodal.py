@@ -197,6 +197,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "fair": {"scheduling_policy": "fair"},
     "reference attention": {"attention_backend": "reference"},
     "plain products": {"linear_backend": "torch"},
+    "in tiles": {"batch_invariant": True},
+    "in tiles, in chunks": {"batch_invariant": True, "max_num_batched_tokens": 16, "max_num_seqs": 5},
     "no chunks": {"enable_chunked_prefill": False, "max_num_encoder_input_tokens": 1},
 }  # fmt: skip
 
@@ -408,7 +410,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "several workers, in a row": {"pipeline_parallel_size": 2},
     "several workers, or one elsewhere": {"distributed_executor_backend": "mp"},
     "enable_lora": {"enable_lora": True},
-    "batch_invariant": {"batch_invariant": True},
     "a model or head that drafts": {"speculative_config": {"model": "gpt2-tiny-draft", "num_speculative_tokens": 2}},
     "quantization": {"quantization": "int8"},
 }

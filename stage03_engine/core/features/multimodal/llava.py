@@ -56,11 +56,6 @@ class LlavaForConditionalGeneration(LanguageModel):
         """As the language model's."""
         return self.language_model.compute_logits(hidden_states)
 
-    @property
-    def token_embedding(self) -> nn.Module:
-        """What makes the rows that pictures take the place of."""
-        return self.language_model.embed_tokens
-
     def encode(self, data: bytes) -> Tensor:
         """A picture, uint8 [image_size, image_size, 3], -> [num_image_tokens, hidden_size]. One at a time: so it does not depend on what else
         is encoded (vLLM: embed_multimodal)."""

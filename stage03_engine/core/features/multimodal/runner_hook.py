@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from stage03_engine.config import VllmConfig
+from stage03_engine.core.features.embedding_rows.rows import EmbeddingRows
 from stage03_engine.core.features.multimodal.messages import WORK
 from stage03_engine.core.hooks import RunnerHook
 from stage03_engine.core.input_batch import StepInputs
@@ -30,13 +32,12 @@ class EncoderRunnerHook(RunnerHook):
         super().__init__(runner, config)
         self._features: dict[str, list[MultiModalFeature]] = {}  # request -> its pictures
         self._cache: dict[str, Tensor] = {}  # name -> [num_image_tokens, hidden_size]
-        self._rows: tuple[Tensor, Tensor] | None = None  # of this step: which, and what they are
+        self._rows = EmbeddingRows.of(runner)
 
     def model_loaded(self, model: LanguageModel) -> LanguageModel:
-        """The same model, whose token embedding lets pictures take rows."""
+        """The same model, whose encoder is called from here."""
         seeing: Any = model
         self._encode = seeing.encode
-        seeing.token_embedding.register_forward_hook(lambda module, ids, rows: self.embedded(rows))
         return model
 
     def reserved_bytes(self) -> int:
@@ -86,25 +87,16 @@ class EncoderRunnerHook(RunnerHook):
     def prepared(self, inputs: StepInputs, scheduler_output: SchedulerOutput) -> None:
         """Which rows of the step are places of pictures."""
         batch, at = self.runner.batch, 0
-        rows, vectors = list[int](), list[Tensor]()
         for request_id, count in scheduler_output.num_scheduled_tokens.items():
             end = int(batch.num_computed[batch.row_of[request_id]])
             begin = end - count
             for feature in self._features.get(request_id, ()):
                 first, last = max(begin, feature.offset), min(end, feature.offset + feature.length)
                 if first < last:
-                    rows += range(at + first - begin, at + last - begin)
-                    vectors.append(self._cache[feature.identifier][first - feature.offset : last - feature.offset])
+                    vectors = self._cache[feature.identifier][first - feature.offset : last - feature.offset]
+                    self._rows.put(inputs, at + first - begin, vectors)
             at += count
-        if rows:
-            inputs.replayable = False  # a recorded step reads token embeddings alone
-            self._rows = torch.tensor(rows, device=self.runner.device), torch.cat(vectors)
 
-    def embedded(self, rows: Tensor) -> Tensor:
-        """Token embeddings [num_tokens, hidden_size], in which pictures take the place of the token that stands for them."""
-        return rows if self._rows is None else rows.index_copy(0, *self._rows)
-
-    def after_forward(self, hidden: Tensor, inputs: StepInputs, scheduler_output: SchedulerOutput) -> bool:
-        """The step is over; whatever else runs the model sees nothing."""
-        self._rows = None
-        return False
+    def forward(self, inputs: StepInputs, run: Callable[[StepInputs], Tensor]) -> Tensor:
+        """Pictures take the place of the token that stands for them."""
+        return self._rows.run(inputs, run)

@@ -49,6 +49,7 @@ FEATURE = Feature(
         "stage03_engine.frontend.features.prompt_embeds",
         "stage02_server.features.prompt_embeds",
     ),
+    needs=("embedding_rows",),
     settings={"ModelConfig": PromptEmbedsSwitch, "VllmConfig": PromptEmbedsFlags},
     parts=(
         Part("params", "stage03_engine.params.prompt_embeds:PromptEmbeds"),
