@@ -145,7 +145,7 @@ def test_what_cannot_be_done_is_one_line(model: str) -> None:
             llm.wake_up()
         llm.sleep()
         with pytest.raises(
-            InvalidRequestError, match="There is no 'scheduling' to wake up; the tags are weights and kv_cache"
+            InvalidRequestError, match="There is no 'scheduling' to wake up; tags is a list of weights and kv_cache"
         ):
             llm.wake_up(["scheduling"])
         assert llm.is_sleeping()

@@ -76,7 +76,7 @@ def wake_up(core: EngineCore, tags: list[str]) -> bool:
     hook = hook_of(core)
     if unknown := [tag for tag in tags if tag not in TAGS]:
         raise InvalidRequestError(
-            f"There is no {unknown[0][:100]!r} to wake up; the tags are {WEIGHTS} and {KV_CACHE}.", "tags"
+            f"There is no {unknown[0][:100]!r} to wake up; tags is a list of {WEIGHTS} and {KV_CACHE}.", "tags"
         )
     if waking := sorted(hook.asleep & set(tags or TAGS)):
         _tell(core, Order(wake=waking, num_blocks=core.num_gpu_blocks))
