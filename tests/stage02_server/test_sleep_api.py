@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,8 @@ def test_whoever_is_refused_has_ended_in_the_recording(tmp_path: Path) -> None:
         for path, body in bodies.items():
             assert client.post(path, json=body).status_code == 429, path
             assert "The engine sleeps" in client.post(path, json=body | {"stream": True}).text, path
+    server.process.send_signal(signal.SIGINT)
+    assert server.wait() == 0
     server.close()
     assert [str(finding) for finding in check(tmp_path).findings] == []
     refused = [event.req for event in read_run(tmp_path).named("request.refused")]

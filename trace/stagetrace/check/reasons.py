@@ -69,10 +69,10 @@ def find_request(directory: str | Path, part: str) -> str:
     if len(found) == 1:
         return found[0]
     some = ", ".join((found or list(ids))[:MANY]) + (", ..." if len(found or ids) > MANY else "")
-    if not ids:
-        raise TraceError(f"no request was queued in an engine in {directory}")
     if not found and (refused := _never_queued(directory, part)):
         raise TraceError(f"{refused} was refused before it was queued in an engine, so no step knows it; `show --req` has its story")
+    if not ids:
+        raise TraceError(f"no request was queued in an engine in {directory}")
     if not found:
         raise TraceError(f"no request id contains {part!r}; there are {some}")
     raise TraceError(f"{part!r} is part of {len(found)} request ids: {some}; give more of it")
