@@ -52,7 +52,9 @@ def layout_of(head: bytes, length: int) -> Layout:
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise wrong(f"the tensor must be float32, float16 or bfloat16, not {str(dtype)[:20]}")
     if len(shape) != 2 or not all(type(each) is int and 0 <= each < 1 << 40 for each in sizes) or 0 in shape:
-        raise wrong(f"the tensor must have the shape [num_tokens, hidden_size] with one token at least, not {str(shape)[:100]}")
+        raise wrong(
+            f"the tensor must have the shape [num_tokens, hidden_size] with one token at least, not {str(shape)[:100]}"
+        )
     num_tokens, width = shape
     if num_tokens > MOST_TOKENS:
         raise wrong(f"{num_tokens} tokens are more than {MOST_TOKENS}")

@@ -149,6 +149,8 @@ def test_what_cannot_be_done_is_one_line(model: str) -> None:
             InvalidRequestError, match="There is no 'scheduling' to wake up; tags is a list of weights and kv_cache"
         ):
             llm.wake_up(["scheduling"])
+        with pytest.raises(InvalidRequestError, match="There is no 'scheduling' to wake up"):
+            llm.wake_up("scheduling")
         assert llm.is_sleeping()
     with LLM(model, **SMALL | {"enable_sleep_mode": False}) as llm:
         for call in (llm.sleep, llm.wake_up, llm.is_sleeping):

@@ -44,7 +44,9 @@ def limit_of(given: dict[str, Any] | None, modalities: Sequence[str]) -> int:
     """How many pictures a prompt may have. Raises ConfigError."""
     for name, count in (given or {}).items():
         if name not in modalities:
-            raise ConfigError(f"limit_mm_per_prompt: {name!r} is none of what this model takes: {', '.join(modalities)}")
+            raise ConfigError(
+                f"limit_mm_per_prompt: {name!r} is none of what this model takes: {', '.join(modalities)}"
+            )
         if type(count) is not int or count < 0:
             raise ConfigError(f"limit_mm_per_prompt: {name} must be a number of at least 0, not {count!r}")
     return (given or {}).get("image", DEFAULT_LIMIT)

@@ -70,7 +70,9 @@ def find_request(directory: str | Path, part: str) -> str:
         return found[0]
     some = ", ".join((found or list(ids))[:MANY]) + (", ..." if len(found or ids) > MANY else "")
     if not found and (refused := _never_queued(directory, part)):
-        raise TraceError(f"{refused} was refused before it was queued in an engine, so no step knows it; `show --req` has its story")
+        raise TraceError(
+            f"{refused} was refused before it was queued in an engine, so no step knows it; `show --req` has its story"
+        )
     if not ids:
         raise TraceError(f"no request was queued in an engine in {directory}")
     if not found:

@@ -63,7 +63,9 @@ def _gathered(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     from torch import Tensor
 
     if isinstance(weights, Mapping):
-        raise InvalidRequestError("The weights are not replaced: give (name, tensor) pairs, such as state_dict().items().")
+        raise InvalidRequestError(
+            "The weights are not replaced: give (name, tensor) pairs, such as state_dict().items()."
+        )
     tensors: dict[str, Tensor] = {}
     for name, tensor in weights:
         if name in tensors or not isinstance(tensor, Tensor):
