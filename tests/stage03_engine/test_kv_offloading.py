@@ -150,6 +150,24 @@ def test_answers_that_are_late_or_never_come_change_no_token(
     assert read_run(tmp_path).named("kv_transfer.loaded")
 
 
+def test_the_smallest_connector_changes_no_token(
+    model: str, tmp_path: Path, alone: dict[tuple[str, int], list[int]]
+) -> None:
+    """The one that the README shows, also through a sleep."""
+    mine = {"kv_connector": "Dict", "kv_connector_module_path": "dict_connector"}
+    how = SMALL | {"num_gpu_blocks_override": 33, "enable_sleep_mode": True, "kv_transfer_config": mine}
+    with LLM(model, trace=str(tmp_path), **how) as llm:
+        mix = [(name, number) for name in ("greedy", "seeded") for number in range(len(PROMPTS))]
+        for level in (1, 2):
+            assert tokens_of(ask(llm, mix)) == [alone[each] for each in mix]
+            llm.sleep(level)
+            llm.wake_up()
+        [output] = ask(llm, [("greedy", 0)])
+        assert tokens_of([output]) == [alone["greedy", 0]] and output.num_cached_tokens == 36
+        assert_all_free(core_of(llm))
+    assert [result.difference for result in replay(tmp_path)] == [None]
+
+
 # What is found
 
 
