@@ -79,10 +79,7 @@ def as_reported(error: Exception, response_id: str) -> APIError:
 
 
 def _from_validation(error: RequestValidationError) -> APIError:
-    """pydantic's list of errors as one message about the first wrong field.
-
-    The offending value itself is left out: it may be large, secret, or not Unicode.
-    """
+    """One message about the first wrong field. It leaves out the value, which may be large, secret, or not Unicode."""
     details = error.errors()
     first = details[0]["loc"]
     field = first[1] if len(first) > 1 and isinstance(first[1], str) else None
