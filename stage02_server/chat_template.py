@@ -85,5 +85,5 @@ def _part_text(part: ContentPart | str) -> str:
             f"{which} cannot be served; there are {', '.join(sorted(CONTENT_KINDS))}.", "messages"
         )
     if (text := kind.as_text(part)) is None:
-        raise InvalidRequestError(f"{which} lacks what it is to hold.", "messages")
+        raise InvalidRequestError(f"{which} lacks its field {next(iter(kind.model_fields))!r}.", "messages")
     return text

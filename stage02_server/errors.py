@@ -56,8 +56,7 @@ def as_api_error(error: BaseException) -> APIError:
     if isinstance(error, APIError):
         return error
     if isinstance(error, BusyError):
-        headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
-        return APIError(429, "RateLimitError", str(error), error.param, headers)
+        return APIError(429, "RateLimitError", str(error), error.param, {"Retry-After": str(RETRY_AFTER_SECONDS)})
     if isinstance(error, InvalidRequestError):
         return APIError(400, "BadRequestError", str(error), error.param)
     if isinstance(error, EngineDeadError):
@@ -72,16 +71,15 @@ def as_api_error(error: BaseException) -> APIError:
 def as_reported(error: Exception, response_id: str) -> APIError:
     """The same for an error in a stream. Its status is already sent, so an unexpected error is logged here or nowhere."""
     refusal = as_api_error(error)
+    if trace.on:
+        trace.emit("request.refused", req=f"{response_id}-0", status=refusal.status, type=refusal.type)
     if refusal.status == 500 and refusal is not error:
         logger.error("request %s failed", response_id, exc_info=error)
     return refusal
 
 
 def _from_validation(error: RequestValidationError) -> APIError:
-    """pydantic's list of errors as one message about the first wrong field.
-
-    The offending value itself is left out: it may be large, secret, or not Unicode.
-    """
+    """One message about the first wrong field. It leaves out the value, which may be large, secret, or not Unicode."""
     details = error.errors()
     first = details[0]["loc"]
     field = first[1] if len(first) > 1 and isinstance(first[1], str) else None

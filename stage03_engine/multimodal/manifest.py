@@ -91,7 +91,7 @@ class MultiModalFlags:
         from stage03_engine.core.kv_cache_size import item_bytes
 
         size = config.encoder_budget * config.shape.hidden_size * item_bytes(config)
-        return [("encoder cache", size, f"{config.encoder_budget} vectors of pictures", True)]
+        return [("encoder_cache", size, f"{config.encoder_budget} vectors of pictures", True)]
 
     @staticmethod
     def hooks(config: VllmConfig) -> dict[str, list[str]]:

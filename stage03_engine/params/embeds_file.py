@@ -40,7 +40,7 @@ def layout_of(head: bytes, length: int) -> Layout:
     header_size = int.from_bytes(head[:8], "little") if len(head) >= 8 else 0
     if not 2 <= header_size <= MOST_HEADER or 8 + header_size > len(head):
         raise wrong(
-            "this is no safetensors file with a header of at most 4,096 bytes (torch.save's form is not read: it can hold programs)"
+            "this is no safetensors file with a header of at most 4,096 bytes (write it with safetensors.torch.save; torch.save's form is not read, as it can hold programs)"
         )
     try:
         header: Any = json.loads(head[8 : 8 + header_size])
@@ -52,7 +52,9 @@ def layout_of(head: bytes, length: int) -> Layout:
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise wrong(f"the tensor must be float32, float16 or bfloat16, not {str(dtype)[:20]}")
     if len(shape) != 2 or not all(type(each) is int and 0 <= each < 1 << 40 for each in sizes) or 0 in shape:
-        raise wrong("the tensor must have the shape [num_tokens, hidden_size]")
+        raise wrong(
+            f"the tensor must have the shape [num_tokens, hidden_size] with one token at least, not {str(shape)[:100]}"
+        )
     num_tokens, width = shape
     if num_tokens > MOST_TOKENS:
         raise wrong(f"{num_tokens} tokens are more than {MOST_TOKENS}")

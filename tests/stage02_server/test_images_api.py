@@ -283,6 +283,12 @@ def test_a_limit_that_is_none_is_refused_at_start(given: dict[str, Any], serve: 
         serve(limit_mm_per_prompt=given)
 
 
+@pytest.mark.parametrize("given", ["https://example.org", "example.org/", "example.org:443"])
+def test_a_domain_that_is_an_address_is_refused_at_start(given: str, serve: Callable[..., InProcessServer]) -> None:
+    with pytest.raises(ConfigError, match="^allowed_media_domains: .* is no host"):
+        serve(allowed_media_domains=("example.net", given))
+
+
 def test_answers_times_images(serve: Callable[..., InProcessServer]) -> None:
     fields = {"n": MOST_COPIES, "temperature": 1}
     server = serve()

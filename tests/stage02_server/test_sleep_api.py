@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,6 +13,10 @@ from patience import PATIENCE
 from server_under_test import InProcessServer, ServerProcess, events
 
 from stage02_server.features.sleep.routes import dev_router
+from stagetrace import read_run
+from stagetrace.check.invariants import check
+from stagetrace.check.reasons import find_request
+from stagetrace.errors import TraceError
 
 ROUTES = [(method, route.path) for route in dev_router.routes for method in sorted(route.methods)]  # type: ignore[attr-defined]
 FLAGS = ("gpt2-tiny", "--host", "127.0.0.1", "--port", "0", "--kv-cache-memory-bytes", "50000000", "--device", "cpu")
@@ -109,3 +115,29 @@ def test_without_the_flags_there_are_no_such_routes(
     assert (
         error(answer)[:2] == (404, "NotFoundError") and "--enable-sleep-mode, and --server-dev-mode" in error(answer)[2]
     )
+
+
+def test_whoever_is_refused_has_ended_in_the_recording(tmp_path: Path) -> None:
+    """Alone, of several prompts, in a stream, and in the words of each API."""
+    server = ServerProcess(*FLAGS, "--enable-sleep-mode", "--server-dev-mode", "--trace", str(tmp_path))
+    url = server.wait_until_ready()
+    chat = {"model": "gpt2-tiny", "messages": [{"role": "user", "content": "To be"}], "max_tokens": 4}
+    bodies = {
+        "/v1/completions": BODY | {"prompt": ["To be", "or not"]},
+        "/v1/chat/completions": chat,
+        "/v1/responses": {"model": "gpt2-tiny", "input": "To be"},
+        "/v1/messages": chat,
+    }
+    with httpx.Client(base_url=url, timeout=PATIENCE, trust_env=False) as client:
+        assert client.post("/sleep").status_code == 200
+        for path, body in bodies.items():
+            assert client.post(path, json=body).status_code == 429, path
+            assert "The engine sleeps" in client.post(path, json=body | {"stream": True}).text, path
+    server.process.send_signal(signal.SIGINT)
+    assert server.wait() == 0
+    server.close()
+    assert [str(finding) for finding in check(tmp_path).findings] == []
+    refused = [event.req for event in read_run(tmp_path).named("request.refused")]
+    assert len(refused) == 8
+    with pytest.raises(TraceError, match="was refused before it was queued in an engine"):
+        find_request(tmp_path, refused[0])

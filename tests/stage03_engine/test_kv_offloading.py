@@ -32,6 +32,7 @@ from test_kv_transfer import (
     tokens_of,
 )
 
+from stage01_cli.main import main
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.core.engine_core import EngineCore
 from stage03_engine.core.features.kv_transfer.block_store import BlockStore
@@ -147,6 +148,24 @@ def test_answers_that_are_late_or_never_come_change_no_token(
     assert slow_connector.seen >= {"at once", "late", "never", "never when the time was over", "kept", "named"}
     assert [result.difference for result in replay(tmp_path)] == [None]
     assert read_run(tmp_path).named("kv_transfer.loaded")
+
+
+def test_the_smallest_connector_changes_no_token(
+    model: str, tmp_path: Path, alone: dict[tuple[str, int], list[int]]
+) -> None:
+    """The one that the README shows, also through a sleep."""
+    mine = {"kv_connector": "Dict", "kv_connector_module_path": "dict_connector"}
+    how = SMALL | {"num_gpu_blocks_override": 33, "enable_sleep_mode": True, "kv_transfer_config": mine}
+    with LLM(model, trace=str(tmp_path), **how) as llm:
+        mix = [(name, number) for name in ("greedy", "seeded") for number in range(len(PROMPTS))]
+        for level in (1, 2):
+            assert tokens_of(ask(llm, mix)) == [alone[each] for each in mix]
+            llm.sleep(level)
+            llm.wake_up()
+        [output] = ask(llm, [("greedy", 0)])
+        assert tokens_of([output]) == [alone["greedy", 0]] and output.num_cached_tokens == 36
+        assert_all_free(core_of(llm))
+    assert [result.difference for result in replay(tmp_path)] == [None]
 
 
 # What is found
@@ -358,8 +377,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"kv_offloading_size": 1, "pipeline_parallel_size": 2}, "only the last stage says which blocks are copied"),
     ({"kv_offloading_size": 1, "runner": "pooling"}, "kv_offloading_size is for models that generate text"),
     ({"kv_offloading_size": 1} | folder_flag(Path("/tmp")), "there is one connector"),
+    ({"kv_offloading_size": 1, "enable_weight_updates": True}, "its memory holds keys and values of the old weights"),
     (memory_flag(0), "cpu_bytes_to_use must be a number of bytes from 1"),
-    ({"kv_transfer_config": {"kv_connector": "OffloadingConnector"}}, "cpu_bytes_to_use must be a number of bytes from 1"),
+    ({"kv_transfer_config": {"kv_connector": "OffloadingConnector"}}, "cpu_bytes_to_use must be a number of bytes from 1 to .*, and is missing"),
     (memory_flag(20_000_000, block_size=64), "unknown key 'kv_connector_extra_config.block_size'"),
     (memory_flag(20_000_000, Path("/proc/nothing")), "cannot write to '/proc/nothing'"),
     (memory_flag(20_000_000, Path("/tmp")) | {"prefix_caching_hash_seed": None}, "needs prefix_caching_hash_seed"),
@@ -372,6 +392,14 @@ def test_what_cannot_be_is_one_line(given: dict[str, Any], message: str, model: 
     with pytest.raises(ConfigError, match=message) as refused:
         EngineCore(EngineArgs.from_kwargs(model=model, **SMALL | given)).shutdown()
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("size", "message"), [("0.0000001", "raise --kv-off"), ("1000000", "lower --kv-off")])
+def test_a_size_that_cannot_be_is_known_before_a_start(
+    size: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "gpt2-tiny", "--dry-run", "--kv-offloading-size", size]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_memory_that_the_system_does_not_give_is_one_line(model: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -678,7 +678,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"kv_buffer_size": "1GB"}, {}, "kv_buffer_size must be a number of bytes"),
     ({"kv_buffer_size": float("nan")}, {}, "kv_buffer_size must be a number of bytes"),
     ({"kv_connector_extra_config": 3}, {}, "kv_connector_extra_config must be an object"),
-    ({"kv_connector_extra_config": {}}, {}, "shared_storage_path must be a folder, not 'None'"),
+    ({"kv_connector_extra_config": {}}, {}, "shared_storage_path must be a folder, and is missing"),
     ({"kv_connector_extra_config": {"shared_storage_path": ""}}, {}, "shared_storage_path must be a folder"),
     ({"kv_connector_extra_config": {"shared_storage_path": "a\0b"}}, {}, "shared_storage_path must be a folder"),
     ({"kv_connector_extra_config": {"shared_storage_path": "FOLDER", "max_read_seconds": 0}}, {}, "a number of seconds"),

@@ -191,7 +191,7 @@ def test_what_does_not_fit_the_model_or_the_request(model: str, table: torch.Ten
         assert run(llm, [(prompt, params)]) == run(llm, [(PROMPTS[1], GREEDY)])
     with (
         LLM(model, **SMALL | {"enable_prompt_embeds": False}) as llm,
-        pytest.raises(InvalidRequestError, match="start the server with --enable-prompt-embeds"),
+        pytest.raises(InvalidRequestError, match="start the engine with --enable-prompt-embeds"),
     ):
         llm.generate([prompt], [params])
     with (

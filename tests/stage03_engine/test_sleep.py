@@ -6,6 +6,8 @@ import asyncio
 import mmap
 import os
 import signal
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from small_whisper import whisper_folder
 
 from stage03_engine.arg_utils import AsyncEngineArgs
 from stage03_engine.config import VllmConfig
+from stage03_engine.core.features.kv_transfer.offloading_copies import OffloadingConnectorWorker
 from stage03_engine.core.features.quantization.manifest import METHODS
 from stage03_engine.core.features.sleep.memory import Away, give_pages_back, tensors_in
 from stage03_engine.errors import BusyError, ConfigError, EngineDeadError, InvalidRequestError
@@ -44,6 +47,7 @@ KINDS += [
     {"dtype": "bfloat16"},
     {"load_format": "dummy"},
     {"enable_prefix_caching": False},
+    {"kv_offloading_size": 0.001},  # memory of its own, in which blocks are found after waking
 ]
 
 
@@ -136,6 +140,35 @@ def test_requests_are_refused_in_one_line_while_it_sleeps(model: str) -> None:
         assert tokens(llm) == before
 
 
+def test_blocks_that_are_still_being_copied_are_waited_for(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two requests a program that holds the engine makes no steps, so nobody else would hear of their end."""
+    idle, save = threading.Event(), OffloadingConnectorWorker._save
+
+    def late(self: OffloadingConnectorWorker, saves: Sequence[tuple[int, bytes, int]]) -> None:
+        idle.wait(PATIENCE)
+        save(self, saves)
+
+    monkeypatch.setattr(OffloadingConnectorWorker, "_save", late)
+    with LLM(model, **SMALL, kv_offloading_size=0.001) as llm:
+        core = llm.engine_core._core  # type: ignore[attr-defined]
+        step = core.step
+
+        def idle_step() -> Any:
+            if not core.scheduler.requests:
+                idle.set()
+            return step()
+
+        monkeypatch.setattr(core, "step", idle_step)
+        try:
+            before = tokens(llm)
+            assert core.has_unfinished_requests
+            llm.sleep()
+            llm.wake_up()
+            assert tokens(llm) == before
+        finally:
+            idle.set()
+
+
 def test_what_cannot_be_done_is_one_line(model: str) -> None:
     with LLM(model, **SMALL) as llm:
         for level in (0, 3, -1):
@@ -145,9 +178,11 @@ def test_what_cannot_be_done_is_one_line(model: str) -> None:
             llm.wake_up()
         llm.sleep()
         with pytest.raises(
-            InvalidRequestError, match="There is no 'scheduling' to wake up; the tags are weights and kv_cache"
+            InvalidRequestError, match="There is no 'scheduling' to wake up; tags is a list of weights and kv_cache"
         ):
             llm.wake_up(["scheduling"])
+        with pytest.raises(InvalidRequestError, match="There is no 'scheduling' to wake up"):
+            llm.wake_up("scheduling")
         assert llm.is_sleeping()
     with LLM(model, **SMALL | {"enable_sleep_mode": False}) as llm:
         for call in (llm.sleep, llm.wake_up, llm.is_sleeping):

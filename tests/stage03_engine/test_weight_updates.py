@@ -131,6 +131,9 @@ def test_what_does_not_fit_leaves_the_old_weights(model: str, kind: dict[str, An
                 llm.update_weights(broken(model, what))
             assert "\n" not in str(refused.value) and tokens(llm) == before, what
 
+        with pytest.raises(InvalidRequestError, match=r"pairs, such as state_dict\(\).items\(\)"):
+            llm.update_weights(pairs(model))  # type: ignore[arg-type]
+
         def half() -> Iterator[tuple[str, torch.Tensor]]:
             yield next(iter(pairs(model).items()))
             raise OSError("the learner is gone")

@@ -186,7 +186,7 @@ _ROWS = [
         "Every answer begins with its prompt, or consists of it alone.", "entrypoints/openai/completion/serving.py request_output_to_completion_response"),
     _optional("request.language_detected", 6, SERVER, {"language": "str"}, "The model detected the language of the audio, because the request does not say.",
         "entrypoints/speech_to_text/base/serving.py _detect_language"),
-    _optional("request.refused", 6, SERVER, {"status": "int", "type": "str"}, "The request was answered with an error object.", "entrypoints/serve/exception_handling/error_response.py create_error_response"),
+    _optional("request.refused", 6, SERVER, {"status": "int", "type": "str"}, "The request was answered with an error object; a stream that had begun, with one as its last event.", "entrypoints/serve/exception_handling/error_response.py create_error_response"),
     # Phase 7: into the engine
     Row("generate.start", 7, ENGINE, {"sampling_params": "dict[str, Any]"},
         "AsyncLLM.generate was called, with these sampling parameters that differ from their defaults; what may hold texts or token ids only with --trace-prompts.", "v1/engine/async_llm.py generate"),

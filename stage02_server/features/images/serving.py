@@ -44,10 +44,19 @@ def limit_of(given: dict[str, Any] | None, modalities: Sequence[str]) -> int:
     """How many pictures a prompt may have. Raises ConfigError."""
     for name, count in (given or {}).items():
         if name not in modalities:
-            raise ConfigError(f"limit_mm_per_prompt: {name!r} is not what this model takes, {', '.join(modalities)}")
+            raise ConfigError(
+                f"limit_mm_per_prompt: {name!r} is none of what this model takes: {', '.join(modalities)}"
+            )
         if type(count) is not int or count < 0:
             raise ConfigError(f"limit_mm_per_prompt: {name} must be a number of at least 0, not {count!r}")
     return (given or {}).get("image", DEFAULT_LIMIT)
+
+
+def check_domains(domains: Sequence[str]) -> None:
+    """Raises ConfigError for what is no host, and would never be found in an address."""
+    for domain in domains:
+        if "/" in domain or domain.count(":") == 1:
+            raise ConfigError(f"allowed_media_domains: {domain!r} is no host: leave out https://, ports and paths")
 
 
 def images_of(request: ChatCompletionRequest) -> list[ContentPart]:
@@ -79,6 +88,7 @@ class ServingChatWithImages(OpenAIServingChat):
         assert info is not None and shape.vision is not None
         self._placeholder, self._shape = info.placeholder, shape
         self._limit = limit_of(self.args.limit_mm_per_prompt, info.modalities)
+        check_domains(self.args.allowed_media_domains or ())
         self._loader = ImageLoader(self.args, shape.vision.processor)
         self._held, self._image_bytes = HeldBytes(), shape.vision.image_bytes
 

@@ -257,8 +257,8 @@ def in_words_of_responses(error: InvalidRequestError) -> InvalidRequestError:
     text = str(error).replace("response_format", NAMES_HERE["response_format"])
     name = NAMES_HERE.get(error.param or "")
     if name is None:
-        return InvalidRequestError(text, error.param)
-    return InvalidRequestError(text if name == "input" else text.replace(error.param or "", name), name)
+        return type(error)(text, error.param)
+    return type(error)(text if name == "input" else text.replace(error.param or "", name), name)
 
 
 class TextFormat(BaseModel):

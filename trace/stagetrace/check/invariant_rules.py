@@ -125,6 +125,7 @@ class Requests:
         self._queued: dict[tuple[int, str], Event] = {}
         self._expected: dict[tuple[int, str], int] = {}  # answers that are still to come
         self._children: dict[tuple[int, str], int] = {}
+        self._refused: set[tuple[int, str]] = set()  # answers; their requests are named after them
 
     def feed(self, event: Event, notes: Notes) -> None:
         if event.req is None:
@@ -146,6 +147,8 @@ class Requests:
             self._expected[key] = self._children.pop(key, 1)
         elif event.name in ("request.finished", "request.aborted"):
             self._ended(event, key, notes)
+        elif event.name == "request.refused":
+            self._refused |= {key, (event.pid, _answer(event.req))}
 
     def _ended(self, event: Event, key: tuple[int, str], notes: Notes) -> None:
         """The end of a request for its client, or of one of its answers (`0_r1` is the first answer of r1)."""
@@ -165,9 +168,16 @@ class Requests:
             text = f"{req} was queued in {notes.name(pid)} at {event.ref} and never ended there"
             notes.add("never ended", (pid, req), text, excuses=None)
         for (pid, req), answers in self._expected.items():
+            if (pid, req) in self._refused or (pid, _answer(req)) in self._refused:
+                continue
             some = "" if answers == 1 else f" ({answers} of its answers)"
             text = f"{req} never ended for its client in {notes.name(pid)}{some}"
             notes.add("never answered", (pid, req), text, excuses=None)
+
+
+def _answer(req: str) -> str:
+    """The answer that a request is for: `cmpl-1-0` and `cmpl-1-1` are the two prompts of `cmpl-1`."""
+    return req.rpartition("-")[0]
 
 
 class Routing:

@@ -69,11 +69,21 @@ def find_request(directory: str | Path, part: str) -> str:
     if len(found) == 1:
         return found[0]
     some = ", ".join((found or list(ids))[:MANY]) + (", ..." if len(found or ids) > MANY else "")
+    if not found and (refused := _never_queued(directory, part)):
+        raise TraceError(
+            f"{refused} was refused before it was queued in an engine, so no step knows it; `show --req` has its story"
+        )
     if not ids:
         raise TraceError(f"no request was queued in an engine in {directory}")
     if not found:
         raise TraceError(f"no request id contains {part!r}; there are {some}")
     raise TraceError(f"{part!r} is part of {len(found)} request ids: {some}; give more of it")
+
+
+def _never_queued(directory: str | Path, part: str) -> str | None:
+    """A request like this that was answered with an error object."""
+    refused = (e.req for e in Recording(directory) if e.name == "request.refused" and e.req is not None)
+    return next((req for req in refused if part in req), None)
 
 
 def explain(directory: str | Path, request_id: str) -> Iterator[StepReasons]:
@@ -297,8 +307,10 @@ class _Engine:
                 self._reads = True
             case "kv_transfer.found":
                 self._reads = False
-                text = f"{args['num_blocks']} of its blocks are at hand outside of the cache: it may be admitted."
-                self._say("connector", text, "blocks found")
+                num_blocks, first = args["num_blocks"], args["first"]
+                has = f"{count(num_blocks, 'block')} of it, from number {first} on" if num_blocks else "no block of it"
+                text = f"The KV connector has {has}. It may be admitted; what the prefix cache lacks is copied into it."
+                self._say("connector", text, "blocks found" if num_blocks else "no block found")
             case "grammar.ready":
                 self._say("grammar", "Its grammar is compiled: it may be admitted.", "grammar ready")
             case "grammar.missed":

@@ -101,7 +101,8 @@ class KVConnectorWorker:
         self._saving: dict[Future[None], list[int]] = {}  # -> blocks
 
     def register_kv_caches(self) -> None:
-        """`runner.kv_caches` is allocated. Raises ConfigError if there is not enough memory for the connector's own."""
+        """`runner.kv_caches` is allocated: at start, and again when an engine wakes from a sleep of level 2. What was saved before can still be asked for.
+        Raises ConfigError if there is not enough memory for the connector's own."""
 
     def start_load_kv(self, loads: Sequence[tuple[int, bytes | int]]) -> None:
         """Bring these blocks into the cache, before the model runs."""

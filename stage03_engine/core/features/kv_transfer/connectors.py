@@ -113,7 +113,8 @@ def _seconds(key: str, value: Any) -> float:
 
 
 def _wrong(key: str, wanted: str, value: Any) -> ConfigError:
-    return ConfigError(f"kv_transfer_config: {key} {wanted}, not {str(value)[:200]!r}")
+    found = "and is missing" if value is None else f"not {str(value)[:200]!r}"
+    return ConfigError(f"kv_transfer_config: {key} {wanted}, {found}")
 
 
 def make_connector(path: str | None, base: type[T], owner: object, config: VllmConfig) -> T:
@@ -121,6 +122,6 @@ def make_connector(path: str | None, base: type[T], owner: object, config: VllmC
     found: Any = load(path or "")
     fits = isinstance(found, type) and issubclass(found, base)
     if not fits:
-        raise ConfigError(f"kv_transfer_config: {path} is no {base.__name__}")
+        raise ConfigError(f"kv_transfer_config: {path} is no {base.__name__} of {base.__module__}")
     connector: T = found(owner, config)
     return connector

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 
 _ROOM = "stage03_engine.core.features.kv_transfer."
+_OFFLOADING = _ROOM + "offloading:OffloadingConnectorScheduler"
 COUNTS = {
     "external_prefix_cache_queries": "Tokens looked up by the KV connector: those that the prefix cache does not have.",
     "external_prefix_cache_hits": "Tokens found there.",
@@ -29,7 +30,8 @@ class KVTransferConfig:
     kv_transfer_config: dict[str, Any] | None = option(
         None,
         'keep KV-cache blocks also elsewhere, such as in a folder, for later starts and other engines, as JSON: {"kv_connector": "SharedStorageConnector", '
-        '"kv_role": "kv_both", "kv_connector_extra_config": {"shared_storage_path": "FOLDER", "max_bytes": 10000000000}}',
+        '"kv_role": "kv_both", "kv_connector_extra_config": {"shared_storage_path": "FOLDER", "max_bytes": 10000000000}}; OffloadingConnector with cpu_bytes_to_use keeps '
+        'them in CPU memory, and "kv_connector_module_path" names the module of a connector of your own',
     )
     kv_offloading_size: float | None = option(
         None,
@@ -85,9 +87,13 @@ class KVTransferFlags:
 
     @staticmethod
     def memory_rows(config: VllmConfig) -> list[tuple[str, int, str, bool]]:
-        """Offloaded blocks."""
+        """Offloaded blocks. Raises ConfigError if there is no room for one, or the machine has less memory."""
         if not (size := config.kv_transfer_config.cpu_bytes):
             return []
+        if config.kv_transfer_config.scheduler_side == _OFFLOADING:
+            from stage03_engine.core.features.kv_transfer.offloading import num_cpu_blocks
+
+            num_cpu_blocks(config)  # before anything is started
         how = "in the CPU's memory, at most: copies of KV-cache blocks (kv_offloading_size)"
         return [("offloaded_blocks", size, how, config.device_config.device == "cpu")]
 

@@ -37,7 +37,9 @@ class OffloadingConnectorWorker(KVConnectorWorker):
         self._waiting: set[Future[None]] = set()  # to be written to disk
 
     def register_kv_caches(self) -> None:
-        """Also of what drafts in the same blocks. Raises ConfigError."""
+        """Also of what drafts in the same blocks. What is in memory already stays there: the scheduler's side counts on it. Raises ConfigError."""
+        if self._memory:
+            return
         count, cpu = num_cpu_blocks(self.runner.config), torch.device("cpu")
         try:
             self._memory = self.runner.new_kv_caches(count, cpu)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from stage03_engine.core.scheduler import Scheduler
@@ -10,10 +11,20 @@ from stagetrace import trace
 if TYPE_CHECKING:
     from stage03_engine.core.engine_core import EngineCore
 
+SETTLE_SECONDS = 10.0
+
 
 def reset_prefix_cache(core: EngineCore) -> bool:
     """Does nothing and returns False while a request holds blocks."""
     return reset(core.scheduler)
+
+
+def settle(core: EngineCore) -> None:
+    """If no request is left, wait until nobody copies its blocks any more; a few seconds at most. A program that holds the engine makes no steps
+    between its requests, so nothing else would."""
+    until = time.monotonic() + SETTLE_SECONDS
+    while not core.scheduler.requests and core.has_unfinished_requests and time.monotonic() < until:
+        core.step()
 
 
 def reset(scheduler: Scheduler) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from stage03_engine.config import VllmConfig
-from stage03_engine.core.features.prefix_cache_reset.prefix_cache_reset import reset
+from stage03_engine.core.features.prefix_cache_reset.prefix_cache_reset import reset, settle
 from stage03_engine.core.features.sleep.messages import KV_CACHE, ORDER, TAGS, WEIGHTS, Order
 from stage03_engine.core.hooks import SchedulerHook
 from stage03_engine.core.request import Request
@@ -60,6 +60,7 @@ def sleep(core: EngineCore, level: int) -> bool:
         )
     if hook.asleep and (hook.level >= level or hook.asleep != set(TAGS)):
         return True
+    settle(core)
     if core.has_unfinished_requests:
         count = len(core.scheduler.requests)
         raise InvalidRequestError(
@@ -76,7 +77,7 @@ def wake_up(core: EngineCore, tags: list[str]) -> bool:
     hook = hook_of(core)
     if unknown := [tag for tag in tags if tag not in TAGS]:
         raise InvalidRequestError(
-            f"There is no {unknown[0][:100]!r} to wake up; the tags are {WEIGHTS} and {KV_CACHE}.", "tags"
+            f"There is no {unknown[0][:100]!r} to wake up; tags is a list of {WEIGHTS} and {KV_CACHE}.", "tags"
         )
     if waking := sorted(hook.asleep & set(tags or TAGS)):
         _tell(core, Order(wake=waking, num_blocks=core.num_gpu_blocks))

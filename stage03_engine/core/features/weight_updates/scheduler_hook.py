@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from stage03_engine.config import VllmConfig
-from stage03_engine.core.features.prefix_cache_reset.prefix_cache_reset import reset
+from stage03_engine.core.features.prefix_cache_reset.prefix_cache_reset import reset, settle
 from stage03_engine.core.features.weight_updates.messages import NEW_WEIGHTS, NewWeights
 from stage03_engine.core.hooks import SchedulerHook
 from stage03_engine.core.models.loader import checkpoint_tensors
@@ -54,6 +54,7 @@ def hook_of(core: EngineCore) -> WeightsSchedulerHook:
 def prepare_weights(core: EngineCore, folder: str) -> bool:
     """Check the weights in a folder; from now on no request is taken. Raises InvalidRequestError, and then all stays as it is."""
     hook = hook_of(core)
+    settle(core)
     if core.has_unfinished_requests:
         count = len(core.scheduler.requests)
         raise InvalidRequestError(

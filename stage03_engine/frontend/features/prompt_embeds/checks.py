@@ -26,7 +26,7 @@ class PromptEmbedsInputHook(InputHook):
         """The placeholders. Raises InvalidRequestError before anything is decoded."""
         config = self.processor.vllm_config
         if not config.model_config.enable_prompt_embeds:
-            raise wrong("start the server with --enable-prompt-embeds")
+            raise wrong("start the engine with --enable-prompt-embeds")
         if getattr(getattr(config, "parallel_config", None), "pipeline_parallel_size", 1) > 1:
             raise wrong("with --pipeline-parallel-size above 1 only token ids reach the first stage")
         for name, (off, why) in REFUSED.items():

@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 AWAKE = "The engine is awake: there is nothing to wake up."
 
 
+def _list_of(tags: Sequence[str] | None) -> list[str]:
+    """A text is no list of its letters."""
+    return [tags] if isinstance(tags, str) else list(tags or ())
+
+
 def sleep(llm: LLM, level: int = 1) -> None:
     """Give the memory of the KV cache back, and with level 2 that of the weights too. Raises InvalidRequestError while there are requests."""
     llm.call("sleep", level)
@@ -24,7 +29,7 @@ def wake_up(llm: LLM, tags: Sequence[str] | None = None) -> None:
     """Take the memory again: `weights`, `kv_cache`, or both. Raises InvalidRequestError if the engine does not sleep."""
     if not is_sleeping(llm):
         raise InvalidRequestError(AWAKE)
-    llm.call("wake_up", list(tags or ()))
+    llm.call("wake_up", _list_of(tags))
 
 
 def is_sleeping(llm: LLM) -> bool:
@@ -51,7 +56,7 @@ async def wake_up_async(engine: AsyncLLM, tags: Sequence[str] | None = None) -> 
     """As `LLM.wake_up`, for all engines. Raises EngineDeadError besides."""
     if not await is_sleeping_async(engine):
         raise InvalidRequestError(AWAKE)
-    await engine.call("wake_up", list(tags or ()))
+    await engine.call("wake_up", _list_of(tags))
 
 
 async def is_sleeping_async(engine: AsyncLLM) -> bool:

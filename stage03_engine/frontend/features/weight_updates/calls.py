@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkdtemp
@@ -59,9 +59,13 @@ def _changing(owner: Any, weights: Iterable[tuple[str, Tensor]]) -> Generator[Ca
 
 
 def _gathered(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Copies of them. Raises InvalidRequestError for a name that comes twice, or what is no tensor."""
+    """Copies of them. Raises InvalidRequestError for a dictionary, a name that comes twice, or what is no tensor."""
     from torch import Tensor
 
+    if isinstance(weights, Mapping):
+        raise InvalidRequestError(
+            "The weights are not replaced: give (name, tensor) pairs, such as state_dict().items()."
+        )
     tensors: dict[str, Tensor] = {}
     for name, tensor in weights:
         if name in tensors or not isinstance(tensor, Tensor):
