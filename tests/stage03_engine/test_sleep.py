@@ -44,6 +44,7 @@ KINDS += [
     {"dtype": "bfloat16"},
     {"load_format": "dummy"},
     {"enable_prefix_caching": False},
+    {"kv_offloading_size": 0.01},
 ]
 
 

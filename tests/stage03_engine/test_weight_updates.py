@@ -245,3 +245,5 @@ def test_what_it_does_not_go_with(model: str, tmp_path: Path) -> None:
         AsyncEngineArgs(model=str(folder), **SMALL).create_engine_config()
     with pytest.raises(ConfigError, match="enable_lora cannot be combined with enable_weight_updates"):
         AsyncEngineArgs(model=model, enable_lora=True, **SMALL).create_engine_config()
+    with pytest.raises(ConfigError, match="kv_offloading_size cannot be combined with enable_weight_updates"):
+        AsyncEngineArgs(model=model, kv_offloading_size=0.01, **SMALL).create_engine_config()

@@ -101,7 +101,8 @@ class KVConnectorWorker:
         self._saving: dict[Future[None], list[int]] = {}  # -> blocks
 
     def register_kv_caches(self) -> None:
-        """`runner.kv_caches` is allocated. Raises ConfigError if there is not enough memory for the connector's own."""
+        """`runner.kv_caches` is allocated, or again after a deep sleep: what was saved must be found as before. Raises ConfigError if there is not
+        enough memory for the connector's own."""
 
     def start_load_kv(self, loads: Sequence[tuple[int, bytes | int]]) -> None:
         """Bring these blocks into the cache, before the model runs."""

@@ -37,7 +37,9 @@ class OffloadingConnectorWorker(KVConnectorWorker):
         self._waiting: set[Future[None]] = set()  # to be written to disk
 
     def register_kv_caches(self) -> None:
-        """Also of what drafts in the same blocks. Raises ConfigError."""
+        """Also of what drafts in the same blocks. Once: a cache that is allocated again finds its blocks here as before. Raises ConfigError."""
+        if self._memory:
+            return
         count, cpu = num_cpu_blocks(self.runner.config), torch.device("cpu")
         try:
             self._memory = self.runner.new_kv_caches(count, cpu)

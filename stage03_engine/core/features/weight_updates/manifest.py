@@ -83,6 +83,7 @@ FEATURE = Feature(
     conflicts={
         ("enable_lora", "enable_weight_updates"): "adapters belong to the weights that they were trained with",
         ("kv_transfer_config", "enable_weight_updates"): "its folder holds keys and values of the old weights",
+        ("kv_offloading_size", "enable_weight_updates"): "its memory holds keys and values of the old weights",
     },
     events=("weights.updated", "weights.used"),
 )
