@@ -369,6 +369,7 @@ PRIVATE = [
     "127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0", "255.255.255.255", "224.0.0.1",
     "::1", "::", "fe80::1", "fe80::1%eth0", "fc00::1", "fd12::1", "ff02::1", "::ffff:127.0.0.1", "::ffff:10.0.0.1", "64:ff9b::7f00:1",
     "2002:7f00:1::", "2001:0:1::1", "2001:db8::1", "192.0.2.1", "198.18.0.1", "240.0.0.1",
+    "::127.0.0.1", "::ffff:0:127.0.0.1", "64:ff9b:1::7f00:1", "fec0::1", "5f00::1",
 ]  # fmt: skip
 
 
@@ -518,6 +519,18 @@ def test_other_hosts_are_not_asked(url: str, serve: Callable[..., InProcessServe
     assert "must come from one of localhost (--allowed-media-domains)" in refusal(
         serve(allowed_media_domains=("localhost",)), chat(at(url))
     )
+
+
+@pytest.mark.parametrize("path", ["/\x01", "/\x7f", "/" + "a" * 70_000, "?\x00", "/#\x1f", "/ä", "/%", "/\ud800"], ids=lambda path: ascii(path[:9]))  # fmt: skip
+def test_odd_addresses_of_a_host_that_is_allowed(
+    path: str, serve: Callable[..., InProcessServer], all_public: None
+) -> None:
+    server = serve(allowed_media_domains=("localhost",))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        body = json.dumps(chat(at(f"http://localhost:{free.getsockname()[1]}{path}")))
+        response = server.request("POST", CHAT, content=body, headers={"Content-Type": "application/json"})
+    assert response.status_code == 400, response.text
 
 
 # What reads the files of a model
