@@ -325,6 +325,19 @@ def test_how_much_all_requests_hold(serve: Callable[..., InProcessServer]) -> No
     assert handler._held.number in (0, size), "a refused image is still counted"
 
 
+def test_one_key_leaves_room_for_the_others(serve: Callable[..., InProcessServer]) -> None:
+    server = serve(max_held_image_bytes=4 * SIDE * SIDE * 3, api_key=("a", "b"))
+
+    def status(key: str, count: int) -> int:
+        body = chat(*(image(number) for number in range(count)))
+        return server.post(CHAT, body, headers={"Authorization": f"Bearer {key}"}).status_code
+
+    held = server.client.requests  # type: ignore[attr-defined]
+    assert [status("a", 1), status("a", 1), status("a", 1), status("b", 1)] == [200, 200, 429, 200]
+    held.clear()
+    assert status("a", 3) == 200, "a request that comes alone may hold more than half"
+
+
 BAD_URLS = {
     "no comma": "data:image/png;base64",
     "no base64": "data:image/png,abc",
