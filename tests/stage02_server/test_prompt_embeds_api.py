@@ -93,7 +93,7 @@ def test_the_log_says_how_many_bytes(
 ) -> None:
     """Not which: they are megabytes, and perhaps a text that is not to be seen."""
     config = byte_config()
-    switched_on: Any = replace(config.model_config, **{"enable_prompt_embeds": True})
+    switched_on: Any = replace(config.model_config, enable_prompt_embeds=True)  # type: ignore[call-arg]
     server = make_server(config=replace(config, model_config=switched_on), enable_log_requests=True)
     with caplog.at_level(logging.INFO):
         answer = server.post("/v1/completions", {"prompt_embeds": coded(torch.randn(50, 8)), "max_tokens": 2})
