@@ -331,6 +331,19 @@ def test_how_much_all_requests_hold(serve: Callable[..., InProcessServer]) -> No
     assert handler._held.number in (0, size), "a refused image is still counted"
 
 
+def test_one_key_leaves_room_for_the_others(serve: Callable[..., InProcessServer]) -> None:
+    server = serve(max_held_image_bytes=4 * SIDE * SIDE * 3, api_key=("a", "b"))
+
+    def status(key: str, count: int) -> int:
+        body = chat(*(image(number) for number in range(count)))
+        return server.post(CHAT, body, headers={"Authorization": f"Bearer {key}"}).status_code
+
+    held = server.client.requests  # type: ignore[attr-defined]
+    assert [status("a", 1), status("a", 1), status("a", 1), status("b", 1)] == [200, 200, 429, 200]
+    held.clear()
+    assert status("a", 3) == 200, "a request that comes alone may hold more than half"
+
+
 BAD_URLS = {
     "no comma": "data:image/png;base64",
     "no base64": "data:image/png,abc",
@@ -375,6 +388,7 @@ PRIVATE = [
     "127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0", "255.255.255.255", "224.0.0.1",
     "::1", "::", "fe80::1", "fe80::1%eth0", "fc00::1", "fd12::1", "ff02::1", "::ffff:127.0.0.1", "::ffff:10.0.0.1", "64:ff9b::7f00:1",
     "2002:7f00:1::", "2001:0:1::1", "2001:db8::1", "192.0.2.1", "198.18.0.1", "240.0.0.1",
+    "::127.0.0.1", "::ffff:0:127.0.0.1", "64:ff9b:1::7f00:1", "fec0::1", "5f00::1",
 ]  # fmt: skip
 
 
@@ -524,6 +538,18 @@ def test_other_hosts_are_not_asked(url: str, serve: Callable[..., InProcessServe
     assert "must come from one of localhost (--allowed-media-domains)" in refusal(
         serve(allowed_media_domains=("localhost",)), chat(at(url))
     )
+
+
+@pytest.mark.parametrize("path", ["/\x01", "/\x7f", "/" + "a" * 70_000, "?\x00", "/#\x1f", "/ä", "/%", "/\ud800"], ids=lambda path: ascii(path[:9]))  # fmt: skip
+def test_odd_addresses_of_a_host_that_is_allowed(
+    path: str, serve: Callable[..., InProcessServer], all_public: None
+) -> None:
+    server = serve(allowed_media_domains=("localhost",))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        body = json.dumps(chat(at(f"http://localhost:{free.getsockname()[1]}{path}")))
+        response = server.request("POST", CHAT, content=body, headers={"Content-Type": "application/json"})
+    assert response.status_code == 400, response.text
 
 
 # What reads the files of a model

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 import torch
 from patience import PATIENCE
 from safetensors.torch import load_file, save
-from server_under_test import InProcessServer, ServerProcess, events
+from server_under_test import InProcessServer, ServerProcess, byte_config, events
 
 from stage03_engine.model_path import BUNDLED_FOLDER
 
@@ -84,3 +86,17 @@ def test_one_line_says_what_is_wrong(client: httpx.Client, what: str) -> None:
 def test_without_the_flag_it_is_refused(make_server: Callable[..., InProcessServer]) -> None:
     answer = make_server().post("/v1/completions", {"prompt_embeds": coded(ROWS)})
     assert answer.status_code == 400 and "--enable-prompt-embeds" in answer.json()["error"]["message"]
+
+
+def test_the_log_says_how_many_bytes(
+    make_server: Callable[..., InProcessServer], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not which: they are megabytes, and perhaps a text that is not to be seen."""
+    config = byte_config()
+    switched_on: Any = replace(config.model_config, enable_prompt_embeds=True)  # type: ignore[call-arg]
+    server = make_server(config=replace(config, model_config=switched_on), enable_log_requests=True)
+    with caplog.at_level(logging.INFO):
+        answer = server.post("/v1/completions", {"prompt_embeds": coded(torch.randn(50, 8)), "max_tokens": 2})
+    assert answer.status_code == 200, answer.text
+    (line,) = [each.getMessage() for each in caplog.records if each.getMessage().startswith("Received request")]
+    assert " bytes" in line and len(line) < 2048

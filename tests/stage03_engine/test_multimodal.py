@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from small_llava import PLACES, encoded, llava_folder, picture
 from toy_engine import record
 
@@ -289,6 +291,26 @@ def test_the_encoder_runs_once_for_a_picture_of_several_requests(engine: Engine)
     assert engine.encodes() == 1
     engine.answer(engine.request("later <image>", [1]))
     assert engine.encodes() == 1, "it was not kept"
+
+
+def test_new_weights_see_every_picture_again(folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    tensors = load_file(folder / "model.safetensors")
+    changed = {name: tensor * 1.5 if "projector" in name else tensor for name, tensor in tensors.items()}
+    save_file(changed, other / "model.safetensors", metadata={"format": "pt"})
+    answers, asked = list[list[list[int]]](), ("one, first", "two")
+    for weights, settings in ((other, {}), (folder, {"enable_weight_updates": True})):
+        engine = Engine(weights, **settings)
+        answers.append(engine.answer(*(engine.request(*PROMPTS[name]) for name in asked)))
+        if settings:
+            engine.core.call("prepare_weights", str(other))
+            engine.core.call("update_weights", str(other), 1)
+            answers.append(engine.answer(*(engine.request(*PROMPTS[name]) for name in asked)))
+        engine.core.shutdown()
+    fresh, before, after = answers
+    assert fresh != before, "the weights do not matter"
+    assert after == fresh
 
 
 def test_the_longest_unused_picture_makes_room(folder: Path) -> None:

@@ -299,3 +299,26 @@ def test_a_model_that_hears_cannot_sleep(tmp_path: Path) -> None:
     folder = str(whisper_folder(tmp_path))
     with pytest.raises(ConfigError, match="enable_sleep_mode is not for models that hear"):
         AsyncEngineArgs(model=folder, device="cpu", enable_sleep_mode=True).create_engine_config()
+
+
+@pytest.mark.parametrize("parts", [None, ["weights"]])
+def test_waking_that_failed_may_be_tried_again(
+    model: str, parts: list[str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever had the memory meanwhile may not have given it back yet."""
+    with LLM(model, **SMALL) as llm:
+        before, runner = tokens(llm), runner_of(llm)
+
+        def fail() -> None:
+            raise MemoryError("no room")
+
+        llm.sleep(2)
+        with monkeypatch.context() as patch:
+            patch.setattr(runner, "load_model", fail)
+            with pytest.raises(MemoryError, match="no room"):
+                llm.wake_up(parts)
+        assert llm.is_sleeping()
+        llm.wake_up(parts)
+        if parts:
+            llm.wake_up()
+        assert tokens(llm) == before

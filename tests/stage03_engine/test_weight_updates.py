@@ -227,6 +227,73 @@ def test_several_engines_take_them_all_or_none(model: str, other: str) -> None:
     asyncio.run(asyncio.wait_for(run(), PATIENCE))
 
 
+@pytest.mark.parametrize("method", ["prepare_weights", "update_weights"])
+def test_who_is_cancelled_leaves_an_engine_with_new_weights(
+    model: str, other: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not one that refuses requests for ever, or loads from a folder that is gone."""
+    with LLM(other, **SMALL) as llm:
+        expected = tokens(llm)[1]
+
+    async def run() -> None:
+        engine = AsyncLLM.from_vllm_config(AsyncEngineArgs(model=model, **SMALL).create_engine_config()[0])
+        goes_on, call = asyncio.Event(), engine.call
+
+        async def noted(name: str, *args: Any) -> Any:
+            if name == method:
+                update.cancel()
+            answer = await call(name, *args)
+            if name == "update_weights":
+                goes_on.set()
+            return answer
+
+        monkeypatch.setattr(engine, "call", noted)
+        try:
+            await engine.start()
+            update = asyncio.ensure_future(engine.update_weights(pairs(other).items()))
+            with pytest.raises(asyncio.CancelledError):
+                await update
+            await goes_on.wait()
+            outputs = [output async for output in engine.generate(PROMPTS[1], GREEDY, "after")]
+            assert list(outputs[-1].outputs[0].token_ids) == expected
+        finally:
+            engine.shutdown()
+
+    asyncio.run(asyncio.wait_for(run(), PATIENCE))
+
+
+def test_one_that_is_started_again_meanwhile_has_the_new_ones(
+    model: str, other: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others are about to get them: nobody is left behind."""
+    with LLM(other, **SMALL) as llm:
+        expected = tokens(llm)[1]
+
+    async def run() -> None:
+        args = AsyncEngineArgs(model=model, data_parallel_size=2, **SMALL)
+        engine = AsyncLLM.from_vllm_config(args.create_engine_config()[0])
+        client, call = engine.engine_core, engine.call  # type: Any, Any
+
+        async def with_a_death(name: str, *more: Any) -> Any:
+            if name == "update_weights":
+                os.kill(client._engines[0].client._process.pid, signal.SIGKILL)
+                while client.num_restarts == 0 or client.num_ready < 2:
+                    await asyncio.sleep(0.01)
+            return await call(name, *more)
+
+        monkeypatch.setattr(engine, "call", with_a_death)
+        try:
+            await engine.start()
+            assert await engine.update_weights(pairs(other).items()) == 1
+            for number in range(4):
+                outputs = [output async for output in engine.generate(PROMPTS[1], GREEDY, str(number))]
+                assert list(outputs[-1].outputs[0].token_ids) == expected
+        finally:
+            engine.shutdown()
+
+    asyncio.run(asyncio.wait_for(run(), PATIENCE))
+
+
 def test_what_it_does_not_go_with(model: str, tmp_path: Path) -> None:
     with (
         LLM(model, **SMALL | {"enable_weight_updates": False}) as llm,
@@ -248,3 +315,5 @@ def test_what_it_does_not_go_with(model: str, tmp_path: Path) -> None:
         AsyncEngineArgs(model=str(folder), **SMALL).create_engine_config()
     with pytest.raises(ConfigError, match="enable_lora cannot be combined with enable_weight_updates"):
         AsyncEngineArgs(model=model, enable_lora=True, **SMALL).create_engine_config()
+    with pytest.raises(ConfigError, match="kv_offloading_size cannot be combined with enable_weight_updates"):
+        AsyncEngineArgs(model=model, kv_offloading_size=0.01, **SMALL).create_engine_config()

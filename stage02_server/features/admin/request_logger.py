@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 
+import msgspec
 from fastapi import FastAPI
 
 from stage02_server.api_server import Services
 from stage02_server.serving_engine import Prompt
 from stage03_engine.messages import EngineCoreRequest
 from stage03_engine.params.pooling_params import PoolingParams
+from stage03_engine.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +29,15 @@ class RequestLogger:
         ids = request.prompt_token_ids[: self._max_log_len]
         logger.info(
             "Received request %s: prompt: %r, prompt_token_ids: %s, params: %s",
-            request.request_id, text, ids, request.task if isinstance(request.task, PoolingParams) else request.sampling_params,
+            request.request_id, text, ids, request.task if isinstance(request.task, PoolingParams) else _shown(request.sampling_params),
         )  # fmt: skip
+
+
+def _shown(params: SamplingParams) -> SamplingParams:
+    """Of bytes only how many: a prompt of embeddings has megabytes, which would be spelt out on the event loop."""
+    values = {name: getattr(params, name) for name in params.__struct_fields__}
+    sizes = {name: f"{len(value)} bytes" for name, value in values.items() if isinstance(value, bytes)}
+    return msgspec.structs.replace(params, **sizes) if sizes else params
 
 
 def install(app: FastAPI, services: Services) -> None:

@@ -20,7 +20,7 @@ from stage02_server.features.images.decode import refused
 from stage03_engine.errors import InvalidRequestError
 
 AT_ONCE = 8  # of all clients; of each client one
-_NAT64 = ipaddress.ip_network("64:ff9b::/96")  # stands for an IPv4 address, of which ipaddress says nothing
+_UNICAST = ipaddress.ip_network("2000::/3")  # all public IPv6: other ranges are reserved, and some wrap an IPv4 address
 
 
 def is_public(address: str) -> bool:
@@ -29,7 +29,7 @@ def is_public(address: str) -> bool:
     if isinstance(ip, ipaddress.IPv6Address):
         if ip.ipv4_mapped is not None:
             return is_public(str(ip.ipv4_mapped))
-        if ip.sixtofour is not None or ip.teredo is not None or ip in _NAT64:
+        if ip.sixtofour is not None or ip.teredo is not None or ip not in _UNICAST:
             return False
     return ip.is_global and not ip.is_multicast
 
@@ -57,6 +57,8 @@ class MediaFetcher:
                 raise
             except TimeoutError:
                 raise self._failed(f"it took longer than {self._seconds} seconds (--media-fetch-seconds)") from None
+            except httpx.InvalidURL:  # no HTTPError; httpx knows more rules than urlsplit
+                raise refused("has an address that is no URL") from None
             except (httpx.HTTPError, OSError, ValueError):
                 raise self._failed("its server does not answer") from None
 

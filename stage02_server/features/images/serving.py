@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -71,10 +72,22 @@ class HeldBytes:
 
     def __init__(self) -> None:
         self.number = 0
+        self.of_keys: Counter[int | None] = Counter()
 
-    def let_go(self, size: int) -> None:
+    def room(self, most: int, key: int | None) -> int:
+        """How many more a key may hold. One of several has half of them at most, so that the others find room."""
+        if key is None or not self.of_keys[key]:
+            return most - self.number
+        return min(most - self.number, most // 2 - self.of_keys[key])
+
+    def hold(self, size: int, key: int | None) -> None:
+        """So many more are held."""
+        self.let_go(-size, key)
+
+    def let_go(self, size: int, key: int | None) -> None:
         """So many are not held any more."""
         self.number -= size
+        self.of_keys[key] -= size
 
 
 class ServingChatWithImages(OpenAIServingChat):
@@ -139,18 +152,18 @@ class ServingChatWithImages(OpenAIServingChat):
     @contextmanager
     def _room_for(self, copies: int) -> Iterator[None]:
         """While they are loaded; what the request holds then is counted by `_hold`."""
-        more = copies * self._image_bytes
-        if self._held.number + more > self.args.max_held_image_bytes:
+        more, key, most = copies * self._image_bytes, TENANT.get(), self.args.max_held_image_bytes
+        if more > self._held.room(most, key):
             message = (
                 f"Unfinished requests hold {self._held.number} bytes of images, and with this one it would be more than "
-                f"{self.args.max_held_image_bytes} (--max-held-image-bytes); try again later."
+                f"{most} (--max-held-image-bytes), or than half of them for one API key; try again later."
             )
             raise APIError(429, "RateLimitError", message, headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
-        self._held.number += more
+        self._held.hold(more, key)
         try:
             yield
         finally:
-            self._held.let_go(more)
+            self._held.let_go(more, key)
 
     async def tokenize(
         self, request: Any, prompts: Prompts, params: SamplingParams, *rest: Any, **more: Any
@@ -166,6 +179,6 @@ class ServingChatWithImages(OpenAIServingChat):
 
     def _hold(self, inputs: object, copies: int) -> None:
         """Counts the images until nobody has them any more."""
-        size = copies * self._image_bytes
-        self._held.number += size
-        weakref.finalize(inputs, self._held.let_go, size)
+        size, key = copies * self._image_bytes, TENANT.get()
+        self._held.hold(size, key)
+        weakref.finalize(inputs, self._held.let_go, size, key)

@@ -36,9 +36,7 @@ class EncoderCacheManager:
     def allocate(self, picture: str, length: int, request_id: str) -> None:
         """Make room for a picture that will be computed in this step, and pin it."""
         while self.num_free < length:
-            dropped, _ = self.freeable.popitem(last=False)
-            self._remove(dropped)
-            self.evicted.append(dropped)
+            self._evict()
         self.num_free -= length
         self.lengths[picture], self.pinned[picture] = length, {request_id}
 
@@ -57,6 +55,16 @@ class EncoderCacheManager:
         self.pinned.pop(picture, None)
         self.freeable.pop(picture, None)
         self._remove(picture)
+
+    def reset(self) -> None:
+        """Drop what nobody needs."""
+        while self.freeable:
+            self._evict()
+
+    def _evict(self) -> None:
+        dropped, _ = self.freeable.popitem(last=False)
+        self._remove(dropped)
+        self.evicted.append(dropped)
 
     def _remove(self, picture: str) -> None:
         self.num_free += self.lengths.pop(picture)

@@ -184,6 +184,10 @@ class EncoderSchedulerHook(SchedulerHook):
         self._release(request)
         self.spans.pop(request, None)
 
+    def prefixes_forgotten(self) -> None:
+        """Nor do other weights make the same of it. The runner hears so with the next step (vLLM: reset_encoder_cache)."""
+        self.cache.reset()
+
     def check_invariants(self) -> None:
         """Raises AssertionError."""
         self.cache.check_invariants()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from stage03_engine.core.scheduler import Scheduler
 from stagetrace import trace
@@ -12,6 +12,14 @@ if TYPE_CHECKING:
     from stage03_engine.core.engine_core import EngineCore
 
 SETTLE_SECONDS = 10.0
+
+
+@runtime_checkable
+class KeepsMore(Protocol):
+    """A scheduler's hook that keeps what the weights made of prompts besides blocks."""
+
+    def prefixes_forgotten(self) -> None:
+        """Nothing that was kept is used again: the weights may be others."""
 
 
 def reset_prefix_cache(core: EngineCore) -> bool:
@@ -30,6 +38,9 @@ def settle(core: EngineCore) -> None:
 def reset(scheduler: Scheduler) -> bool:
     """As `reset_prefix_cache`, for a scheduler without an engine."""
     done = scheduler.kv_cache_manager.block_pool.reset()
+    for hook in scheduler.hooks if done else ():
+        if isinstance(hook, KeepsMore):
+            hook.prefixes_forgotten()
     if trace.on:
         trace.emit("kv.reset", done=done)
     return done

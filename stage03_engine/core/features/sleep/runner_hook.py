@@ -61,13 +61,13 @@ class SleepRunnerHook(RunnerHook):
     def _wake(self, order: Order) -> None:
         """After level 2 the KV cache is there when both are: what is built on the weights comes between."""
         started = time.monotonic()
-        for tag in order.wake:
-            away = self._asleep.pop(tag)
+        for tag in [each for each in order.wake if each in self._asleep]:  # an earlier try may have come so far
             if self._level == 1:
-                away.come_back()
+                self._asleep[tag].come_back()
             elif tag == WEIGHTS:
                 self.runner.load_model()
                 forget_garbage()
+            del self._asleep[tag]  # not before: what failed may be tried again
         if self._level == 2 and not self._asleep:
             self.runner.initialize_kv_cache(order.num_blocks)
         if trace.on:

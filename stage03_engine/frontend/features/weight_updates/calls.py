@@ -32,6 +32,7 @@ class Newest:
 
 
 _newest: WeakKeyDictionary[Any, Newest] = WeakKeyDictionary()
+_going_on: set[asyncio.Future[int]] = set()  # asyncio itself holds its tasks weakly
 Call = tuple[str, tuple[Any, ...]]
 
 
@@ -46,15 +47,17 @@ def _changing(owner: Any, weights: Iterable[tuple[str, Tensor]]) -> Generator[Ca
         except InvalidRequestError:  # one of several engines may have closed its door already
             yield "keep_weights", ()
             raise
-        version = 1 if old is None else old.version + 1
-        yield "update_weights", (folder, version)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
+    version = 1 if old is None else old.version + 1
+    _newest[owner] = Newest(
+        version, folder
+    )  # before the others have them: one that is started again meanwhile finds them too
+    finalize(owner, shutil.rmtree, folder, ignore_errors=True)
+    yield "update_weights", (folder, version)
     if old is not None:
         shutil.rmtree(old.folder, ignore_errors=True)
-    _newest[owner] = Newest(version, folder)
-    finalize(owner, shutil.rmtree, folder, ignore_errors=True)
     return version
 
 
@@ -102,7 +105,22 @@ def update_weights(llm: LLM, weights: Iterable[tuple[str, Tensor]]) -> int:
 
 
 async def update_weights_async(engine: AsyncLLM, weights: Iterable[tuple[str, Tensor]]) -> int:
-    """As `LLM.update_weights`, in all engines or in none. `weights` are gone through in a thread. Raises EngineDeadError besides."""
+    """As `LLM.update_weights`, in all engines or in none. `weights` are gone through in a thread. Who is cancelled meanwhile stops waiting: the update goes on to
+    its end, or engines would stay closed, or differ. Raises EngineDeadError besides."""
+    update = asyncio.ensure_future(_update(engine, weights))
+    _going_on.add(update)
+    update.add_done_callback(_ended)
+    return await asyncio.shield(update)
+
+
+def _ended(update: asyncio.Future[int]) -> None:
+    """Perhaps nobody waits for it any more."""
+    _going_on.discard(update)
+    if not update.cancelled():
+        update.exception()
+
+
+async def _update(engine: AsyncLLM, weights: Iterable[tuple[str, Tensor]]) -> int:
     change = _changing(engine, weights)
     done = object()
 
