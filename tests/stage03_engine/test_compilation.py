@@ -160,7 +160,7 @@ def test_start_lines_of_vllm_go_on(line: str) -> None:
     assert main(["serve", "gpt2-tiny", "--dry-run", *shlex.split(line)]) == 0
 
 
-REFUSED = {
+REFUSED: dict[str, Any] = {
     "attention_backend": "native", "linear_backend": "native", "quantization": "int8", "batch_invariant": True, "trace_layers": True,
     "enable_prompt_embeds": True, "enable_lora": True, "tensor_parallel_size": 2, "pipeline_parallel_size": 2,
 }  # fmt: skip

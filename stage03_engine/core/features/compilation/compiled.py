@@ -77,9 +77,10 @@ class _OneOperation:
         self, query: Tensor, key: Tensor, value: Tensor, kv_cache: None, metadata: None, scale: float, window: int | None, rotation: Any
     ) -> Tensor:  # fmt: skip
         tensors = [] if rotation is None else [*rotation]
-        return torch.ops.stages.paged_attention(  # type: ignore[no-any-return]
+        out: Tensor = torch.ops.stages.paged_attention(
             query, key, value, tensors, scale, window or 0, self._model, self._layer
         )
+        return out
 
 
 class CompiledModelHook(RunnerHook):
@@ -131,11 +132,10 @@ class CompiledModelHook(RunnerHook):
 
         runner, started = self.runner, time.monotonic()
         counters.clear()
-        kv_caches = runner.new_kv_caches(2, runner.device)
         try:
             for length in (1, min(PROMPT_TOKENS, self.config.max_model_len)):
                 inputs = dummy_inputs(runner.batch, [length], runner.device)
-                runner.model(inputs.input_ids, inputs.positions, kv_caches, inputs.metadata)
+                runner.run_model(inputs)  # it writes to block 1, which nobody uses yet
         except TorchDynamoException as error:
             raise ConfigError(
                 f"compilation_config: torch.compile cannot compile this model: {str(error).splitlines()[0]}"

@@ -59,6 +59,8 @@ class CompilationFlags:
         """Products and norms that torch.compile can look into."""
         if not CompilationFlags.resolve(values, None).get("mode") or values["device"] != "cpu":
             return {}
+        if values.get("batch_invariant", False):  # it decides about these too, and `check` refuses both together
+            return {}
         return dict.fromkeys(("linear_backend", "attention_backend"), ("torch", "--compilation-config"))
 
     @staticmethod
