@@ -43,12 +43,11 @@ def test_short_names(short: str, long: str) -> None:
 
 
 REASONS = {
-    "-O3": "torch.compile",
     "--hf-token x": "HF_TOKEN", "--enable-cumem-allocator": "torch's own allocator",
     "--hf-config-path x": "config.json", "--model-impl transformers": "the classes of this project", "--device-ids 1": "CUDA_VISIBLE_DEVICES",
     "--numa-bind": "VLLM_CPU_OMP_THREADS_BIND", "--worker-extension-cls a.B": "--worker-cls takes a worker of your own", "--watchdog-config {}": "hung",
     "--cpu-offload-gb 4": "weights stay", "--max-num-scheduled-tokens 9": "--max-num-batched-tokens", "--watermark 0.1": "held back",
-    "--performance-mode throughput": "presets", "--compilation-config {\"a\":1}": "torch.compile", "--diffusion-config {}": "diffusion",
+    "--performance-mode throughput": "presets", "--diffusion-config {}": "diffusion",
     "--max-num-active-seqs 3": "--max-num-seqs", "--enable-mamba-cache-stochastic-rounding": "state-space",
     "--tokens-only": "always takes texts", "--cohere-format x": "Cohere's API", "--kv-sharing-fast-prefill": "between layers",
 }  # fmt: skip

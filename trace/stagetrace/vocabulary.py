@@ -133,6 +133,8 @@ _ROWS = [
         "How many KV-cache blocks there will be, and which rule decided.", "v1/engine/core.py _initialize_kv_caches"),
     Row("kv_cache.allocated", 5, ENGINE, {"num_blocks": "int", "block_size": "int", "bytes": "int"}, "The KV-cache tensors exist.",
         "v1/worker/gpu_model_runner.py initialize_kv_cache"),
+    _optional("model.compiled", 5, ENGINE, {"mode": "int", "backend": "str", "graphs": "int", "breaks": "int", "seconds": "float"},
+        "torch.compile made so many graphs of the model, which it had to break at so many places.", "compilation/backends.py VllmBackend"),
     _optional("graphs.captured", 5, ENGINE, {"kind": "str", "sizes": "list[int]", "seconds": "float"},
         "Decode steps of so many requests were recorded, to be replayed: CUDA graphs, or lists of native calls.", "v1/worker/gpu_model_runner.py capture_model"),
     Row("scheduler.created", 5, ENGINE, {"max_num_seqs": "int", "max_num_batched_tokens": "int", "max_model_len": "int", "num_blocks": "int", "num_swap_blocks": "int",
