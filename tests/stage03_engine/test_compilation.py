@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from drafting import small_llama
+from safetensors.torch import load_file
 from small_gpt2 import first_layers
 from torch._dynamo.utils import counters
 
@@ -43,6 +44,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "8-bit cache": {"kv_cache_dtype": "int8"},
     "reference attention": {"attention_backend": "reference"},
     "falls asleep": {"enable_sleep_mode": True},
+    "learns": {"enable_weight_updates": True},
 }  # fmt: skip
 COMPILED = [(name, "VLLM_COMPILE", "eager") for name in SETTINGS]
 COMPILED += [(name, "STOCK_TORCH_COMPILE", "eager") for name in ("as it starts", "chunks", "falls asleep")]
@@ -90,6 +92,12 @@ def test_the_tokens_are_the_same(model: str, name: str, mode: str, backend: str)
         if "enable_sleep_mode" in settings:
             llm.sleep(2)
             llm.wake_up()
+            assert answers(llm) == expected
+        if "enable_weight_updates" in settings:  # others, then these again
+            weights = load_file(Path(model) / "model.safetensors")
+            llm.update_weights({name: tensor * 1.5 for name, tensor in weights.items()}.items())
+            assert answers(llm) != expected
+            llm.update_weights(weights.items())
             assert answers(llm) == expected
 
 
