@@ -72,8 +72,8 @@ REFUSED_CHATS: list[tuple[dict[str, Any], int, str, str | None]] = [
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
         400,
-        BAD_REQUEST,
-        "messages",
+        BAD_FORM,
+        "body.messages",
     ),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, 400, BAD_REQUEST, "messages"),
     ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, 400, BAD_FORM, "body.messages"),

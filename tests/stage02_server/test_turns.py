@@ -113,6 +113,7 @@ SERVES_NO_KEY = {
     "features/chat_template/offline.py": "is LLM.chat's, where there is no server",
     "features/otlp/exporter.py": "sends what has ended, and bounds what waits",
     "features/chat_template/renderer.py": "takes turns, or plain threads where that room was deleted",
+    "features/images/decoder.py": "takes turns, or plain threads where that room was deleted",
 }
 
 

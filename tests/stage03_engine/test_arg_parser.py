@@ -252,7 +252,7 @@ def test_a_group_or_the_flags_with_a_word_can_be_asked_for(capsys: pytest.Captur
         assert not [flag for flag in others if re.search(rf"^  {flag}\b(?!-)", text, re.MULTILINE)]
     for word in ("max_num", "--max-num", "MAX-NUM"):
         assert re.findall(r"^  (--[\w-]+)", help_of(capsys, word), re.MULTILINE) == [
-            "--max-num-seqs", "--max-num-batched-tokens",
+            "--max-num-seqs", "--max-num-batched-tokens", "--max-num-encoder-input-tokens",
         ]  # fmt: skip
 
 

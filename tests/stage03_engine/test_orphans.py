@@ -16,6 +16,7 @@ CHILDREN = {
     "stage02_server.features.api_servers": "0",
     "stage02_server.features.audio.process": "1 1",
     "stage02_server.features.chat_template.process": "",
+    "stage02_server.features.images.process": "",
     "stage03_engine.core": "ipc://{folder}/handshake 0",
     "stage03_engine.core.features.distributed.fork_server": "{descriptor}",
     "stage03_engine.core.features.distributed.worker_process": "pipe:{descriptor}:{folder} 0 Worker_TP0",

@@ -136,6 +136,9 @@ def test_a_scheduler_that_is_not_there(name: str, tmp_path: Path) -> None:
 NEEDS_NONE = {
     "PoolSizeHook": "a request that it refuses is never queued",
     "CheckInvariantsHook": "it looks at the state after a step, and changes nothing",
+    "PromptEmbedsSchedulerHook": "the hashes of blocks are recorded, and a request that it refuses is never queued",
+    "SleepSchedulerHook": "a request that it refuses is never queued",
+    "WeightsSchedulerHook": "a request that it refuses is never queued",
     "ProfilerHook": "it overrides nothing that a decision is made of",
 }
 """Hooks that need nothing in a replay -> why."""
