@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ import regex
 from hypothesis import given, settings, strategies as st
 
 from stage03_engine.core.features.debug.scheduler_checks import check_invariants
+from stage03_engine.core.features.structured_output.manager import Accepted
+from stage03_engine.core.features.structured_output.scheduler_hook import GrammarSchedulerHook
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.llm import LLM
 from stage03_engine.params.structured_outputs import StructuredOutputsParams as Wanted
@@ -248,3 +251,25 @@ def test_a_request_can_do_without_white_space_that_only_fills(wanted: dict[str, 
     loose = re.compile(r"[\[{]\s|\s[\]}]|\s\s|\n\s*[\[{\"]|^\s")
     assert not [text for text in texts[1::2] if loose.search(text)]
     assert [text for text in texts[0::2] if loose.search(text)], "none is filled anyway: this shows nothing"
+
+
+def test_who_was_preempted_waits_until_its_grammar_lets_it_go() -> None:
+    """Also if another hook lets it go between the step that gave its token back and the next decision: a request is never released twice."""
+    running = Accepted(set(), set(), {})
+    moved = Accepted({"r"}, set(), {})
+    manager = SimpleNamespace(
+        accept_tokens=lambda sampled: running if sampled else moved, is_moving=lambda request: True
+    )
+    scheduler = SimpleNamespace(held={})
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=4))
+    hook = GrammarSchedulerHook(scheduler, config, manager)  # type: ignore[arg-type]
+    request, step = SimpleNamespace(request_id="r"), SimpleNamespace(step=1)
+    late = SimpleNamespace(sampled_token_ids={"r": [5]}, logprobs={})
+    hook.executed(step, late)  # type: ignore[arg-type]
+    assert late.sampled_token_ids == {} and hook.holds(request)  # type: ignore[arg-type]
+    scheduler.held["r"] = request  # it was preempted
+    given_back = SimpleNamespace(sampled_token_ids={}, logprobs={})
+    hook.executed(step, given_back)  # type: ignore[arg-type]
+    assert given_back.sampled_token_ids == {"r": [5]}
+    assert hook.holds(request)  # type: ignore[arg-type]
+    assert list(hook.released()) == ["r"] and not hook.holds(request)  # type: ignore[arg-type]

@@ -87,8 +87,10 @@ class GrammarSchedulerHook(SchedulerHook):
         return not self._num_requests
 
     def holds(self, request: Request) -> bool:
-        """Until its grammar is compiled; and one that was preempted, until the token is known that is held back."""
-        return request.request_id in self._compiling or request.request_id in self._held_back
+        """Until its grammar is compiled; and one that was preempted, until the token is known that is held back. And then until `released` says so:
+        another hook that lets go of it in between must not let it run."""
+        request_id = request.request_id
+        return request_id in self._compiling or request_id in self._held_back or request_id in self._released
 
     def released(self) -> Iterable[str]:
         """Those whose grammar is compiled, or has moved on."""
