@@ -179,3 +179,16 @@ def test_what_it_cannot_look_into_is_refused_in_one_line(setting: str, model: st
     with pytest.raises(ConfigError, match="compilation_config") as error:
         LLM(model, **SMALL, compilation_config={"mode": 3, "backend": "eager"}, **{setting: REFUSED[setting]})
     assert "\n" not in str(error.value)
+
+
+def test_a_folder_that_cannot_be_written_is_refused_in_one_line(model: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for folder in (
+        "/proc/graphs",
+        str(tmp_path / "file"),
+        str(tmp_path / "file" / "below"),
+        str(tmp_path / ("x" * 300)),
+    ):
+        with pytest.raises(ConfigError, match="cannot write to cache_dir") as error:
+            LLM(model, **SMALL, compilation_config={"mode": 3, "backend": "eager", "cache_dir": folder})
+        assert "\n" not in str(error.value)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -89,8 +90,16 @@ class CompiledModelHook(RunnerHook):
     def __init__(self, runner: ModelRunner, config: VllmConfig) -> None:
         super().__init__(runner, config)
         self._settings = config.compilation_config
-        if self._settings.cache_dir is not None:
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = self._settings.cache_dir  # read when Inductor is imported
+        if (folder := self._settings.cache_dir) is not None:
+            try:
+                os.makedirs(folder, exist_ok=True)
+                with tempfile.TemporaryFile(dir=folder):
+                    pass
+            except OSError as error:
+                raise ConfigError(
+                    f"compilation_config: cannot write to cache_dir {folder[:200]!r}: {error.strerror}"
+                ) from None
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder  # read when Inductor is imported
 
     def model_loaded(self, model: LanguageModel) -> LanguageModel:
         """The same model; what it computes comes from graphs from now on, once they are made."""
