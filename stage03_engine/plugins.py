@@ -69,6 +69,7 @@ INDEX: tuple[str | Feature, ...] = (
     "stage03_engine.core.features.kv_cache_dtype",
     "stage03_engine.core.features.batch_invariant",
     "stage03_engine.core.features.adaptive_threads",
+    "stage03_engine.core.features.prefault",
     "stage03_engine.core.features.compilation",
     "stage03_engine.core.features.cuda_graphs",
     "stage03_engine.core.features.cpu_binding",

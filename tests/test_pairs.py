@@ -60,6 +60,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "batch invariant": {"batch_invariant": True},
     "eager": {"enforce_eager": True},
     "threads by lateness": {"adaptive_threads": True},
+    "memory as it comes": {"prefault_kv_cache": False},
     "unbound": {"cpu_omp_threads_bind": "nobind"},
     "asleep": {"enable_sleep_mode": True},
     "learner": {"enable_weight_updates": True},

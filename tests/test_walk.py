@@ -20,7 +20,7 @@ from server_under_test import ServerProcess
 from stage01_cli.tools.walk.notes import Note, monitored, read_notes
 
 ROOT = Path(__file__).parent.parent
-MAX_FILES_AT_START, MAX_LOADED_FOR_NOTHING = 134, 12
+MAX_FILES_AT_START, MAX_LOADED_FOR_NOTHING = 135, 12
 MAX_FILES_OF_A_COMPLETION, MAX_FILES_OF_A_STEP, MAX_CHANGES_OF_A_STEP = 41, 20, 80
 # At a start one is the manifest of each room that has something to say to every configuration.
 # Of a completion's files five are limits that every request passes: connections and their turns, unread bytes, answers in the making,
@@ -156,6 +156,7 @@ ON_BY_DEFAULT = {
     "stage02_server.features.structured_outputs",
     "stage02_server.features.tokenize",
     "stage03_engine.core.features.linear_backend",  # packed weights
+    "stage03_engine.core.features.prefault",  # memory of the KV cache, ahead of requests
     "stage04_kernels.backends.linear",
     "stage04_kernels.backends.native",
     "stage04_kernels.backends.onednn_linear",

@@ -9,9 +9,13 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <thread>
 #include <type_traits>
 #include <utility>
 #include <vector>
+#if defined(__linux__)
+#include <sched.h>
+#endif
 #if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
@@ -59,6 +63,22 @@ static int most_threads = INT_MAX;
 extern "C" void limit_threads(int count) { most_threads = count; }
 
 static int allowed(int threads) { return std::min(threads, most_threads); }
+
+// Has the system find the memory of `bytes` bytes at each start, which others may write to meanwhile: a page is there once it is written to, so each
+// gets a byte that it has. In a thread that runs when a core has nothing else to do (where there is such a thread), and that never holds Python's lock.
+extern "C" void prefault(char** starts, long count, long bytes) {
+  std::thread([=] {
+#if defined(__linux__)
+    sched_param none{};
+    sched_setscheduler(0, SCHED_IDLE, &none);
+#endif
+    for (long piece = 0; piece < count; piece++)
+      for (long at = 0; at < bytes + 4095; at += 4096) {
+        char same = 0, *byte = starts[piece] + std::min(at, bytes - 1);
+        __atomic_compare_exchange_n(byte, &same, same, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+      }
+  }).join();
+}
 
 static floats exp_of(floats x) {
   // 2 ** whole by its bits, 2 ** rest by a polynomial (minimax of degree 5 on [0, 1), off by 2e-7 of the value at most).

@@ -13,6 +13,8 @@ from race.machine import QUIET, Watch, wait_until_quiet
 from race.process import Engine
 
 PATIENCE = 10.0  # seconds to wait for a quiet machine before a repetition
+IDLE = 0.3
+"""Seconds that an engine is awake before it is asked, as a server is: some do in the meantime what a request would otherwise wait for."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,7 @@ class Turns:
 
     def _once(self, workload: str, lane: Lane, round_: int, attempt: int) -> Repetition:
         engine = lane.ready()
+        time.sleep(IDLE)
         if self.tries > 1 and round_ >= 0:
             wait_until_quiet(engine.watched, PATIENCE)
         watch, began = Watch(engine.watched), time.perf_counter()
