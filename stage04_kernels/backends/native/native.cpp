@@ -380,21 +380,25 @@ static inline ints dot2(ints sum, ints weights, int32_t inputs) {
 
 // How inputs are held: LANES lanes for four of them.
 struct Bits8 {
-  static constexpr int LANES = 1, QUADS = 16, UNIT = QUAD, START = -OFFSET, ROWS = MR;
+  static constexpr int LANES = 1, QUADS = 16, UNIT = QUAD, START = -OFFSET, ROWS = V == 16 ? 8 : MR, KEPT = V == 16 ? 6 : 0;
   static constexpr float MOST = 127;
-  static inline void pack(const int* k, int32_t* lanes) {
-    lanes[0] = (k[0] & 255) | (k[1] & 255) << 8 | (k[2] & 255) << 16 | k[3] << 24;
+  static inline void pack(const int* k, int count, int32_t* lanes) {
+    int8_t narrow[QUADS * QUAD];
+    for (int i = 0; i < QUADS * QUAD; i++) narrow[i] = k[i];
+    __builtin_memcpy(lanes, narrow, (count + QUAD - 1) / QUAD * QUAD);
   }
   static inline void unpack(ints weights, ints out[LANES]) { out[0] = weights; }
   static inline ints dot(ints sum, ints weights, int32_t inputs) { return dot4(sum, weights, inputs); }
 };
 
 struct Bits16 {
-  static constexpr int LANES = 2, QUADS = 64, UNIT = QUAD, START = 0, ROWS = V == 16 ? MR : 4;
+  static constexpr int LANES = 2, QUADS = 64, UNIT = QUAD, START = 0, ROWS = V == 16 ? MR : 4, KEPT = 0;
   static constexpr float MOST = 32767;
-  static inline void pack(const int* k, int32_t* lanes) {
-    lanes[0] = (k[0] & 65535) | k[2] << 16;
-    lanes[1] = (k[1] & 65535) | k[3] << 16;
+  static inline void pack(const int* k, int count, int32_t* lanes) {
+    for (int i = 0; i < count; i += QUAD) {
+      *lanes++ = (k[i] & 65535) | k[i + 2] << 16;
+      *lanes++ = (k[i + 1] & 65535) | k[i + 3] << 16;
+    }
   }
   static inline void unpack(ints weights, ints out[LANES]) {
     out[0] = (ints)((shorts)weights << 8 >> 8);
@@ -433,7 +437,10 @@ template <class Bits> struct Integers {
     float values[GROUP] = {};
     int whole[GROUP];
     int32_t most_bits = 0, total = 0;
-    for (int i = 0; i < count; i++) values[i] = x[order ? order[first + i] : first + i];
+    if (!order && count == GROUP)
+      for (int i = 0; i < GROUP; i++) values[i] = x[first + i];
+    else
+      for (int i = 0; i < count; i++) values[i] = x[order ? order[first + i] : first + i];
     for (int i = 0; i < GROUP; i++) {  // the bits of floats without sign are in their order, with NaN above all
       int32_t bits;
       __builtin_memcpy(&bits, values + i, 4);
@@ -448,44 +455,63 @@ template <class Bits> struct Integers {
       whole[i] = usable ? int((values[i] * inverse + rounder) - rounder) : 0;
       total += whole[i];
     }
-    for (int i = 0; i < count; i += QUAD) Bits::pack(whole + i, out + i / QUAD * Bits::LANES);
+    Bits::pack(whole, count, out);
     scale[index] = most / Bits::MOST;
     start[index] = Bits::START * total;
   }
 };
 
-// M rows times a panel, `quads` * 4 values of k: one group. Adds to `sums` [M, NR]. A function of its own: the compiler
-// keeps its sums in registers then, and adds them up there once loops over them are unrolled. Asks for weights `ahead` bytes further on, if not 0.
-template <int M, class Bits>
-__attribute__((noinline)) static void group_tile(
-    const Integers<Bits>& x, long first, long g, const int8_t* w, long quads, float* sums, int ahead
-) {
-  ints sum[M][2];
-  const int32_t* lanes = &x.lanes[first * x.row + g * Bits::QUADS * Bits::LANES];
-#pragma GCC unroll 16
-  for (int m = 0; m < M; m++) sum[m][0] = sum[m][1] = ints{} + x.start[(first + m) * x.groups + g];
-  for (long q = 0; q < quads; q++, w += QUAD * NR, lanes += Bits::LANES) {
-    if (ahead)
-      for (int line = 0; line < QUAD * NR; line += 64) __builtin_prefetch(w + ahead + line);
-    ints weights[2][Bits::LANES];
-    for (int half = 0; half < 2; half++) Bits::unpack(*(const any_ints*)(w + half * V * QUAD), weights[half]);
-    for (int m = 0; m < M; m++)
-      for (int i = 0; i < Bits::LANES; i++)
-        for (int half = 0; half < 2; half++) sum[m][half] = Bits::dot(sum[m][half], weights[half][i], lanes[m * x.row + i]);
-  }
-#pragma GCC unroll 16
-  for (int m = 0; m < M; m++)
-    for (int half = 0; half < 2; half++)
-      *(any_floats*)(sums + m * NR + half * V) +=
-          __builtin_convertvector(sum[m][half], floats) * x.scale[(first + m) * x.groups + g];
+// Rows go through a panel in tiles, as equal as possible. What fits into one tile reads the weights once; more rows go in tiles whose totals stay in
+// registers, where groups are so short that this matters.
+template <class Bits> static long tiles_of(long rows) {
+  const long most = rows <= Bits::ROWS || !Bits::KEPT ? Bits::ROWS : Bits::KEPT;
+  return (rows + most - 1) / most;
 }
 
-// `group_tile` for a number of rows that is only known now, 1 to Bits::ROWS.
+// M rows times a panel. `sums` [M, NR] is written. A function of its own: the compiler keeps its sums in registers then, and, where there are enough
+// of them, what the groups before came to as well.
+template <int M, class Bits>
+__attribute__((noinline)) static void integer_tile(const Integers<Bits>& x, long first, const int8_t* w, long quads, float* sums) {
+  constexpr bool IN_REGISTERS = M <= Bits::KEPT;
+  const int32_t *lanes = &x.lanes[first * x.row], *start = &x.start[first * x.groups];
+  const float* scale = &x.scale[first * x.groups];
+  const long row = x.row, groups = x.groups;
+  floats total[IN_REGISTERS ? M : 0][2] = {};
+  if (!IN_REGISTERS) std::fill_n(sums, M * NR, 0.0f);
+  for (long g = 0; g < groups; g++, quads -= Bits::QUADS) {
+    ints sum[M][2];
+#pragma GCC unroll 16
+    for (int m = 0; m < M; m++) sum[m][0] = sum[m][1] = ints{} + start[m * groups + g];
+    for (const int8_t* end = w + std::min<long>(Bits::QUADS, quads) * QUAD * NR; w < end; w += QUAD * NR, lanes += Bits::LANES) {
+      if (V < 16 && M > 1)  // with AVX-512 it won nothing
+        for (int line = 0; line < QUAD * NR; line += 64) __builtin_prefetch(w + 64 * AHEAD + line);
+      ints weights[2][Bits::LANES];
+      for (int half = 0; half < 2; half++) Bits::unpack(*(const any_ints*)(w + half * V * QUAD), weights[half]);
+#pragma GCC unroll 16
+      for (int m = 0; m < M; m++)
+        for (int i = 0; i < Bits::LANES; i++)
+          for (int half = 0; half < 2; half++) sum[m][half] = Bits::dot(sum[m][half], weights[half][i], lanes[m * row + i]);
+    }
+#pragma GCC unroll 16
+    for (int m = 0; m < M; m++)
+      for (int half = 0; half < 2; half++) {
+        const floats more = __builtin_convertvector(sum[m][half], floats) * scale[m * groups + g];
+        if constexpr (IN_REGISTERS) total[m][half] += more;
+        else *(any_floats*)(sums + m * NR + half * V) += more;
+      }
+  }
+  if constexpr (IN_REGISTERS)
+#pragma GCC unroll 16
+    for (int m = 0; m < M; m++)
+      for (int half = 0; half < 2; half++) *(any_floats*)(sums + m * NR + half * V) = total[m][half];
+}
+
+// `integer_tile` for a number of rows that is only known now, 1 to Bits::ROWS.
 template <class Bits, int M = Bits::ROWS>
-static void group_rows(int rows, const Integers<Bits>& x, long first, long g, const int8_t* w, long quads, float* sums, int ahead) {
+static void integer_rows(int rows, const Integers<Bits>& x, long first, const int8_t* w, long quads, float* sums) {
   if constexpr (M > 1)
-    if (rows < M) return group_rows<Bits, M - 1>(rows, x, first, g, w, quads, sums, ahead);
-  group_tile<M, Bits>(x, first, g, w, quads, sums, ahead);
+    if (rows < M) return integer_rows<Bits, M - 1>(rows, x, first, w, quads, sums);
+  integer_tile<M, Bits>(x, first, w, quads, sums);
 }
 
 template <class Bits, class X>
@@ -494,25 +520,15 @@ static void integer_linear(
     long outputs, int threads
 ) {
   const Integers<Bits> x(input, rows, inputs, inputs, nullptr, threads);
-  const long num_panels = (outputs + NR - 1) / NR, all_quads = (inputs + QUAD - 1) / QUAD, panel = all_quads * QUAD * NR;
-  const long num_tiles = (rows + Bits::ROWS - 1) / Bits::ROWS;
-#pragma omp parallel num_threads(allowed(threads))
-  {
-    std::vector<float> sums(rows * NR);
-#pragma omp for schedule(guided, 2)
-    for (long p = 0; p < num_panels; p++) {
-      std::fill(sums.begin(), sums.end(), 0.0f);
-      for (long g = 0; g < x.groups; g++) {
-        const int8_t* own = w + p * panel + g * Bits::QUADS * QUAD * NR;
-        const long quads = std::min<long>(Bits::QUADS, all_quads - g * Bits::QUADS);
-        for (long t = 0; t < num_tiles; t++) {
-          const long low = t * rows / num_tiles, high = (t + 1) * rows / num_tiles;
-          group_rows<Bits>(high - low, x, low, g, own, quads, &sums[low * NR], rows < CALLING_ROWS ? 0 : 64 * AHEAD);
-        }
-      }
-      finish(&sums[0], scale, bias, activation, y, rows, p * NR, outputs);
+  const long num_panels = (outputs + NR - 1) / NR, quads = (inputs + QUAD - 1) / QUAD, num_tiles = tiles_of<Bits>(rows);
+#pragma omp parallel for num_threads(allowed(threads)) schedule(guided, 2)
+  for (long p = 0; p < num_panels; p++)
+    for (long t = 0; t < num_tiles; t++) {
+      alignas(64) float sums[Bits::ROWS * NR];
+      const long low = t * rows / num_tiles, here = (t + 1) * rows / num_tiles - low;
+      integer_rows<Bits>(here, x, low, w + p * quads * QUAD * NR, quads, sums);
+      finish(sums, scale, bias, activation, y + low * outputs, here, p * NR, outputs);
     }
-  }
 }
 
 // Products of int4 weights
@@ -528,7 +544,7 @@ constexpr int OCTET = 8;
 
 struct Codes : Bits8 {
   static constexpr int UNIT = OCTET, START = 1;  // a group starts with the sum of its inputs
-  static constexpr int ROWS = MR > 6 ? MR : 4;
+  static constexpr int ROWS = V == 16 ? 8 : MR > 6 ? MR : 4;
 };
 
 // Adds to each lane the products of its eight codes and eight inputs.
@@ -562,51 +578,61 @@ struct Int4 {
   const uint8_t* codes;
   const float* scale;
   const uint8_t* zero;
-  long panel, groups;  // bytes of codes in a panel; groups of weights
+  long panel, groups, each, padded;  // bytes of codes in a panel; groups of weights; groups of inputs in one; k in one, with zeros behind
 };
 
 typedef uint8_t bytes __attribute__((vector_size(V)));
 
-// M rows times panel p, `octets` * 8 values of k from `at` on: group g of the inputs, in group `own` of the weights. Adds to `sums` [M, NR].
+// M rows times panel p, with `each` groups of inputs in a group of weights that is `padded` wide. `sums` [M, NR] is written.
 template <int M>
-__attribute__((noinline)) static void code_tile(
-    const Integers<Codes>& x, const Int4& a, long first, long g, long own, long p, long at, long octets, float* sums
-) {
-  ints sum[M][2] = {};
-  const int32_t* lanes = &x.lanes[first * x.row + at / QUAD];
-  const uint8_t* w = a.codes + p * a.panel + at / OCTET * NR * 4;
-  for (long o = 0; o < octets; o++, w += NR * 4, lanes += 2) {
-    if (V < 16) __builtin_prefetch(w + AHEAD * NR * 4);  // with AVX-512 it won nothing
-    for (int half = 0; half < 2; half++) {
-      const ints both = *(const any_ints*)(w + half * V * 4);
-      const ints low = both & 0x0f0f0f0f, high = both >> 4 & 0x0f0f0f0f;
-      for (int m = 0; m < M; m++) sum[m][half] = dot8(sum[m][half], low, high, lanes[m * x.row], lanes[m * x.row + 1]);
-    }
-  }
-#pragma GCC unroll 2
-  for (int half = 0; half < 2; half++) {
-    const long place = (p * a.groups + own) * NR + half * V;
-    bytes zero;
-    __builtin_memcpy(&zero, a.zero + place, V);
-    const ints zeros = __builtin_convertvector(zero, ints);
-    const floats scale = *(const any_floats*)(a.scale + place);
+__attribute__((noinline)) static void code_tile(const Integers<Codes>& x, const Int4& a, long first, long p, float* sums) {
+  constexpr bool IN_REGISTERS = M <= Codes::KEPT;
+  const int32_t *lanes = &x.lanes[first * x.row], *start = &x.start[first * x.groups];
+  const float* worth = &x.scale[first * x.groups];
+  const uint8_t* w = a.codes + p * a.panel;
+  const long row = x.row, groups = x.groups;
+  floats total[IN_REGISTERS ? M : 0][2] = {};
+  if (!IN_REGISTERS) std::fill_n(sums, M * NR, 0.0f);
+  for (long g = 0; g < groups; g++) {
+    const long inner = g % a.each, place = (p * a.groups + g / a.each) * NR;
+    const uint8_t* end = w + std::min<long>(Integers<Codes>::GROUP, a.padded - inner * Integers<Codes>::GROUP) / OCTET * NR * 4;
+    ints sum[M][2] = {};
+    for (; w < end; w += NR * 4, lanes += 2) {
+      if (V < 16) __builtin_prefetch(w + AHEAD * NR * 4);  // with AVX-512 it won nothing
+      for (int half = 0; half < 2; half++) {
+        const ints both = *(const any_ints*)(w + half * V * 4);
+        const ints low = both & 0x0f0f0f0f, high = both >> 4 & 0x0f0f0f0f;
 #pragma GCC unroll 16
-    for (int m = 0; m < M; m++) {
-      const long index = (first + m) * x.groups + g;
-      *(any_floats*)(sums + m * NR + half * V) +=
-          __builtin_convertvector(sum[m][half] - zeros * x.start[index], floats) * (scale * x.scale[index]);
+        for (int m = 0; m < M; m++) sum[m][half] = dot8(sum[m][half], low, high, lanes[m * row], lanes[m * row + 1]);
+      }
+    }
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; half++) {
+      bytes zero;
+      __builtin_memcpy(&zero, a.zero + place + half * V, V);
+      const ints zeros = __builtin_convertvector(zero, ints);
+      const floats scale = *(const any_floats*)(a.scale + place + half * V);
+#pragma GCC unroll 16
+      for (int m = 0; m < M; m++) {
+        const long index = m * groups + g;
+        const floats more = __builtin_convertvector(sum[m][half] - zeros * start[index], floats) * (scale * worth[index]);
+        if constexpr (IN_REGISTERS) total[m][half] += more;
+        else *(any_floats*)(sums + m * NR + half * V) += more;
+      }
     }
   }
+  if constexpr (IN_REGISTERS)
+#pragma GCC unroll 16
+    for (int m = 0; m < M; m++)
+      for (int half = 0; half < 2; half++) *(any_floats*)(sums + m * NR + half * V) = total[m][half];
 }
 
 // `code_tile` for a number of rows that is only known now, 1 to Codes::ROWS.
 template <int M = Codes::ROWS>
-static void code_rows(
-    int rows, const Integers<Codes>& x, const Int4& a, long first, long g, long own, long p, long at, long octets, float* sums
-) {
+static void code_rows(int rows, const Integers<Codes>& x, const Int4& a, long first, long p, float* sums) {
   if constexpr (M > 1)
-    if (rows < M) return code_rows<M - 1>(rows, x, a, first, g, own, p, at, octets, sums);
-  code_tile<M>(x, a, first, g, own, p, at, octets, sums);
+    if (rows < M) return code_rows<M - 1>(rows, x, a, first, p, sums);
+  code_tile<M>(x, a, first, p, sums);
 }
 
 template <class X>
@@ -616,26 +642,17 @@ static void int4_linear(
 ) {
   typedef Integers<Codes> Inputs;
   const Inputs x(input, rows, inputs, width, order, threads);
-  const long num_panels = (outputs + NR - 1) / NR, groups = (inputs + width - 1) / width, each = Inputs::each(width);
-  const Int4 a = {w, scale, zero, groups * Inputs::padded(width) * NR / 2, groups};
-  const long num_tiles = (rows + Codes::ROWS - 1) / Codes::ROWS;
-#pragma omp parallel num_threads(allowed(threads))
-  {
-    std::vector<float> sums(rows * NR);
-#pragma omp for schedule(guided, 2)
-    for (long p = 0; p < num_panels; p++) {
-      std::fill(sums.begin(), sums.end(), 0.0f);
-      for (long g = 0; g < x.groups; g++) {
-        const long own = g / each, at = Inputs::place(width, g);
-        const long octets = std::min<long>(Inputs::GROUP, Inputs::padded(width) - g % each * Inputs::GROUP) / OCTET;
-        for (long t = 0; t < num_tiles; t++) {
-          const long low = t * rows / num_tiles, high = (t + 1) * rows / num_tiles;
-          code_rows(high - low, x, a, low, g, own, p, at, octets, &sums[low * NR]);
-        }
-      }
-      finish(&sums[0], nullptr, bias, activation, y, rows, p * NR, outputs);
+  const long num_panels = (outputs + NR - 1) / NR, groups = (inputs + width - 1) / width, num_tiles = tiles_of<Codes>(rows);
+  const long wide = Inputs::padded(width);
+  const Int4 a = {w, scale, zero, groups * wide * NR / 2, groups, Inputs::each(width), wide};
+#pragma omp parallel for num_threads(allowed(threads)) schedule(guided, 2)
+  for (long p = 0; p < num_panels; p++)
+    for (long t = 0; t < num_tiles; t++) {
+      alignas(64) float sums[Codes::ROWS * NR];
+      const long low = t * rows / num_tiles, here = (t + 1) * rows / num_tiles - low;
+      code_rows(here, x, a, low, p, sums);
+      finish(sums, nullptr, bias, activation, y + low * outputs, here, p * NR, outputs);
     }
-  }
 }
 
 // codes [outputs, inputs], one to a byte; what lies past the last is zeros.
