@@ -115,13 +115,15 @@ static floats exp_of(floats x) {
 // in any bit, on its neighbours. Where the processor multiplies bfloat16 (AVX512-BF16), a link of the chain adds the products of a
 // pair, whose sum is rounded once less or more than two links are, and what is smaller than normal numbers counts as 0.
 
-constexpr int NR = 2 * V, KC = 256, AHEAD = 32, BLOCK = 1 << 16;
+constexpr int NR = 2 * V, KC = 256, AHEAD = V == 16 ? 96 : 32, BLOCK = 1 << 16;
 // Side by side for few rows: no multiply-add waits for the one before, and memory is read in four places. With AVX-512 one panel is enough to
 // wait for memory alone, and a thread that reads from one end to the other gets it sooner.
 constexpr int PANELS = V == 16 ? 1 : 4;
 // From so many rows on a tile computes for longer than it reads, and asks the memory in advance. With fewer that took up to half as long again
 // on Zen 4; on AVX2 only one row is faster without.
 constexpr int CALLING_ROWS = V == 16 ? 9 : 2;
+// Where what is asked for goes: 2, the second cache, since the first one is full of what is in use; as small as AVX2's tiles are, 3, the first.
+constexpr int CALLED_CACHE = V == 16 ? 2 : 3;
 constexpr int FEW_ROWS = 3;  // measured on AVX2: 2 and 3 rows cost 1.05 and 1.15 times one row, in tiles 1.35 and 1.4 times
 
 #if defined(__AVX512BF16__)
@@ -202,7 +204,7 @@ static inline void tile(
   int k = 0;
   for (; k + S <= count; k += S) {
     if (prefetch)
-      for (int line = 0; line < S * NR; line += 64 / sizeof(T)) __builtin_prefetch(prefetch + k * NR + line);
+      for (int line = 0; line < S * NR; line += 64 / sizeof(T)) __builtin_prefetch(prefetch + k * NR + line, 0, CALLED_CACHE);
     step(k, S);
   }
   if (k < count) step(k, 1);
@@ -468,10 +470,10 @@ template <class Bits> static long tiles_of(long rows) {
   return (rows + most - 1) / most;
 }
 
-// M rows times a panel. `sums` [M, NR] is written. A function of its own: the compiler keeps its sums in registers then, and, where there are enough
+// M rows times a panel. `sums` [M, NR] is written; weights `ahead` bytes further on are asked for, if not 0. A function of its own: the compiler keeps its sums in registers then, and, where there are enough
 // of them, what the groups before came to as well.
 template <int M, class Bits>
-__attribute__((noinline)) static void integer_tile(const Integers<Bits>& x, long first, const int8_t* w, long quads, float* sums) {
+__attribute__((noinline)) static void integer_tile(const Integers<Bits>& x, long first, const int8_t* w, long quads, float* sums, long ahead) {
   constexpr bool IN_REGISTERS = M <= Bits::KEPT;
   const int32_t *lanes = &x.lanes[first * x.row], *start = &x.start[first * x.groups];
   const float* scale = &x.scale[first * x.groups];
@@ -483,8 +485,10 @@ __attribute__((noinline)) static void integer_tile(const Integers<Bits>& x, long
 #pragma GCC unroll 16
     for (int m = 0; m < M; m++) sum[m][0] = sum[m][1] = ints{} + start[m * groups + g];
     for (const int8_t* end = w + std::min<long>(Bits::QUADS, quads) * QUAD * NR; w < end; w += QUAD * NR, lanes += Bits::LANES) {
-      if (V < 16 && M > 1)  // with AVX-512 it won nothing
+      if (V < 16 && M > 1)
         for (int line = 0; line < QUAD * NR; line += 64) __builtin_prefetch(w + 64 * AHEAD + line);
+      if (ahead)
+        for (int line = 0; line < QUAD * NR; line += 64) __builtin_prefetch(w + ahead + line, 0, CALLED_CACHE);
       ints weights[2][Bits::LANES];
       for (int half = 0; half < 2; half++) Bits::unpack(*(const any_ints*)(w + half * V * QUAD), weights[half]);
 #pragma GCC unroll 16
@@ -508,10 +512,10 @@ __attribute__((noinline)) static void integer_tile(const Integers<Bits>& x, long
 
 // `integer_tile` for a number of rows that is only known now, 1 to Bits::ROWS.
 template <class Bits, int M = Bits::ROWS>
-static void integer_rows(int rows, const Integers<Bits>& x, long first, const int8_t* w, long quads, float* sums) {
+static void integer_rows(int rows, const Integers<Bits>& x, long first, const int8_t* w, long quads, float* sums, long ahead) {
   if constexpr (M > 1)
-    if (rows < M) return integer_rows<Bits, M - 1>(rows, x, first, w, quads, sums);
-  integer_tile<M, Bits>(x, first, w, quads, sums);
+    if (rows < M) return integer_rows<Bits, M - 1>(rows, x, first, w, quads, sums, ahead);
+  integer_tile<M, Bits>(x, first, w, quads, sums, ahead);
 }
 
 template <class Bits, class X>
@@ -526,7 +530,7 @@ static void integer_linear(
     for (long t = 0; t < num_tiles; t++) {
       alignas(64) float sums[Bits::ROWS * NR];
       const long low = t * rows / num_tiles, here = (t + 1) * rows / num_tiles - low;
-      integer_rows<Bits>(here, x, low, w + p * quads * QUAD * NR, quads, sums);
+      integer_rows<Bits>(here, x, low, w + p * quads * QUAD * NR, quads, sums, V == 16 && t == 1 ? quads * QUAD * NR : 0);
       finish(sums, scale, bias, activation, y + low * outputs, here, p * NR, outputs);
     }
 }
