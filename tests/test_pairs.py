@@ -79,6 +79,7 @@ ELSEWHERE = {
     "quantized_checkpoints": "another checkpoint, test_quantized_checkpoints",
     "nodes": "several machines, test_machines",
     "multimodal": "another model, test_multimodal",
+    "cascade_attention": "Triton kernels, test_cascade",
     "compilation": "compiles for seconds, test_compilation",
     "in_process": "of the server, test_in_process",
     "pooling": "another kind of model, test_together",
