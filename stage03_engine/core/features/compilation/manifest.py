@@ -89,6 +89,15 @@ class CompilationFlags:
             raise ConfigError("compilation_config is for models that write text; leave it out for this one")
 
     @staticmethod
+    def start_rows(config: VllmConfig) -> list[tuple[str, str, str]]:
+        """What is compiled, and how long it took the last time."""
+        if not config.compilation_config.mode:
+            return []
+        from stage03_engine.core.features.compilation.measured import start_row
+
+        return [start_row(config)]
+
+    @staticmethod
     def hooks(config: VllmConfig) -> dict[str, list[str]]:
         """The runner compiles the model before the first request."""
         return {"runner": [_ROOM + "compiled:CompiledModelHook"]} if config.compilation_config.mode else {}
