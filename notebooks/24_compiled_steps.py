@@ -10,6 +10,7 @@
 # | flags and modes | [`compilation_of`](../stage03_engine/core/features/compilation/config_json.py) | `config/compilation.py` CompilationConfig |
 # | the model as graphs | [`CompiledModelHook`](../stage03_engine/core/features/compilation/compiled.py) | `compilation/decorators.py` support_torch_compile |
 # | how long the last start took | [`recall`](../stage03_engine/core/features/compilation/measured.py) | none |
+# | decode steps, recorded whole | [`CudaGraphHook`](../stage03_engine/core/features/cuda_graphs/cuda_graphs.py) | `v1/worker/gpu_model_runner.py` capture_model |
 # | the same by hand, on a CPU | [the native functions](../stage04_kernels/README.md) | `csrc/cpu` |
 
 # %%
