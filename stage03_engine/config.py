@@ -145,7 +145,7 @@ class VllmConfig(Section):
     - `check(config)`, static: raises ConfigError if the settings are impossible together
     - `tasks(config)`, static: what requests may ask for, if the feature changes it
     - `kv_per_token(config)`, static: how many numbers its own keys and values of a token are, in the KV cache's blocks
-    - `memory_rows(config)`, `of_later_engine(config)`, static: its rows of the memory's plan; the settings of an engine that joins others
+    - `memory_rows(config)`, `start_rows(config)`, `of_later_engine(config)`, static: its rows of the plan of a start; the settings of an engine that joins others
     - `hooks(config)`, static: seam, of `plugins.HOOKS`, -> "module:Class" of what takes part there
     """
 

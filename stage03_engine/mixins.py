@@ -41,7 +41,7 @@ def load(name: str) -> Any:
         raise
 
 
-EACH = {"detect", "resolve", "check", "tasks", "hooks", "kv_per_token", "memory_rows", "of_later_engine"}
+EACH = {"detect", "resolve", "check", "tasks", "hooks", "kv_per_token", "memory_rows", "start_rows", "of_later_engine"}
 """Methods that any mixin may have: `each` calls them all."""
 
 

@@ -68,6 +68,7 @@ INDEX: tuple[str | Feature, ...] = (
     "stage03_engine.core.features.quantization",
     "stage03_engine.core.features.kv_cache_dtype",
     "stage03_engine.core.features.batch_invariant",
+    "stage03_engine.core.features.cascade_attention",
     "stage03_engine.core.features.adaptive_threads",
     "stage03_engine.core.features.prefault",
     "stage03_engine.core.features.compilation",

@@ -16,6 +16,7 @@ loads or stores is known to belong to one element of one argument, or to none. R
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -70,12 +71,14 @@ class BlockOwners:
     """Who may read which block of the KV cache in a step: the paged-KV sanitizer.
 
     `owned[r]` are the blocks of request r, from whoever keeps the books (not from the block table that the kernel is given: that is
-    what may be wrong). `names[r]` and `step` are for the report.
+    what may be wrong). `names[r]` and `step` are for the report. `starts`: where each request's query rows begin, for a kernel that reads for
+    several requests at once: each must own the block.
     """
 
     owned: list[set[int]]
     names: list[str]
     step: int
+    starts: list[int] = field(default_factory=list)
 
     def problem(self, request: int, block: int) -> str:
         """Text for the report; empty when the request owns the block."""
@@ -166,19 +169,26 @@ class _Launch:
             if (
                 self.owners is not None
                 and argument.name in ("key_ptr", "value_ptr")
-                and "tile_request_ptr" in self.by_name
+                and ("tile_request_ptr" in self.by_name or (self.owners.starts and "tile_end_ptr" in self.by_name))
             ):
                 self._check_owner(argument, offsets)
 
     def _check_owner(self, argument: _Argument, offsets: np.ndarray) -> None:
         assert self.owners is not None
-        request = int(self.by_name["tile_request_ptr"].moved[self.program[0]])
         per_block = argument.tensor.stride(0)
         for block in np.unique(offsets // per_block):
-            problem = self.owners.problem(request, int(block))
-            if problem:
+            problems = (self.owners.problem(request, int(block)) for request in self._requests(self.owners.starts))
+            if problem := next(filter(None, problems), ""):
                 at = argument.index(int(offsets[offsets // per_block == block][0]))
                 self.report.add(Finding("foreign block", self.kernel, argument.name, at, self.program, problem))
+
+    def _requests(self, starts: list[int]) -> list[int]:
+        """For whom this program reads."""
+        tile, of = self.program[0], {name: argument.moved for name, argument in self.by_name.items()}
+        if "tile_request_ptr" in of:
+            return [int(of["tile_request_ptr"][tile])]
+        rows = of["rows_ptr"][int(of["tile_first_ptr"][tile]) : int(of["tile_end_ptr"][tile])]
+        return sorted({bisect_right(starts, int(row)) - 1 for row in rows})
 
     def stored(self, addresses: np.ndarray, atomic: bool = False) -> None:
         """Check a store."""

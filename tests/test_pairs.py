@@ -80,6 +80,7 @@ ELSEWHERE = {
     "quantized_checkpoints": "another checkpoint, test_quantized_checkpoints",
     "nodes": "several machines, test_machines",
     "multimodal": "another model, test_multimodal",
+    "cascade_attention": "Triton kernels, test_cascade",
     "compilation": "compiles for seconds, test_compilation",
     "in_process": "of the server, test_in_process",
     "pooling": "another kind of model, test_together",
@@ -102,6 +103,8 @@ APART = [
 BY_VALUE = {
     ("folder", "no prefix cache"): "needs enable_prefix_caching",
     ("offloading", "no prefix cache"): "needs enable_prefix_caching",
+    ("tensor parallel", "folder"): "kv_transfer_config is for one worker",
+    ("pipeline", "folder"): "kv_transfer_config is for one worker",
     ("draft model", "folder"): "kv_transfer_config cannot be combined with a draft model",
     ("EAGLE head", "folder"): "kv_transfer_config cannot be combined with an EAGLE head",
 } | {

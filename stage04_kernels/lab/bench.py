@@ -222,6 +222,7 @@ def bench_cuda() -> list[Part]:
     return [
         partial(_bench_copy, rate),
         *(partial(_bench_attention, rate, head_dim, *case) for head_dim in (64, 128) for case in attention),
+        *(partial(_bench_cascade, *case) for case in ((8, 256), (8, 2048), (64, 512), (64, 2048), (256, 2048))),
         partial(_bench_sampler, rate),
     ]
 
@@ -249,6 +250,24 @@ def _bench_attention(
         yield Measured(what, seconds, other, timed_cuda([call]) / seconds, f"{work.matrix_ops / seconds / 1e12:.0f} TFLOP/s")  # fmt: skip
     if query_len > 1:
         yield Measured(what, seconds, "torch flash attention, contiguous", _flash_seconds(cases[0]) / seconds)
+
+
+def _bench_cascade(batch: int, shared: int) -> Iterator[Measured]:
+    """Decodes that share so many tokens and have 128 each: read once for all of them, and by each."""
+    from stage04_kernels.features.cascade_attention.triton_kernels import cascade_attention_triton
+    from stage04_kernels.lab.check_triton import on_device, plan_cascade
+    from stage04_kernels.triton_kernels.paged_attention import paged_attention_triton
+
+    shape: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16}
+    case = filled_case([1] * batch, [shared + 127] * batch, num_shared=shared // 16, **shape)
+    there = on_device(case)
+    plan = plan_cascade(case, there)
+    seconds = timed_cuda([partial(cascade_attention_triton, there.query, there.kv_cache, plan, case.scale)])
+    one_pass = timed_cuda(
+        [partial(paged_attention_triton, there.query, there.kv_cache, there.metadata, case.scale)]
+    )  # fmt: skip
+    saved = (batch - 1) * shared * 2 * 8 * 128 * 2
+    yield Measured(f"cascade, {batch} x ({shared} shared + 128)", seconds, "one pass", one_pass / seconds, f"{saved / 1e6:.0f} MB less")  # fmt: skip
 
 
 def _flash_seconds(case: AttentionCase) -> float:

@@ -12,11 +12,13 @@ from functools import partial
 from itertools import product
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from stage04_kernels.backends.reference import paged_attention_reference, reference_attention, write_kv_reference
 from stage04_kernels.features import rope
+from stage04_kernels.features.cascade_attention import plan as cascade, triton_kernels as cascade_kernels
 from stage04_kernels.features.kv_cache_8bit import triton_kernels as codes
 from stage04_kernels.features.kv_cache_8bit.attention import through_a_copy
 from stage04_kernels.features.kv_cache_8bit.cache import write_kv_8bit
@@ -125,6 +127,41 @@ def check_attention_triton(seed: int) -> Iterator[Row]:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def check_cascade_triton(seed: int) -> Iterator[Row]:
+    """Requests that share their first blocks, all or some of them, chunks of prompts among them; the twin, and the kernels, against one pass."""
+    shapes: list[dict[str, Any]] = [
+        {"query_lens": [1] * 9, "computed": [64, 70, 48, 80, 65, 64, 90, 49, 10], "num_shared": 4},
+        {"query_lens": [1, 9, 1, 3], "computed": [64, 48, 33, 70], "num_shared": 3, "num_padding": 3},
+    ]
+    for dtype, tolerance in TOLERANCES.items():
+        slow = Row("cascade_attention_torch", "paged_attention_reference", tolerance, _name(dtype))
+        for tiles in tile_choices():
+            what = f"cascade_attention_triton[{tiles.name}]"
+            fast = Row(what, "paged_attention_reference", tolerance, _name(dtype))
+            for shape, (heads, kv_heads, dim) in product(shapes, ((2, 2, 16), (8, 2, 64), (3, 1, 80))):
+                sizes: dict[str, Any] = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim}
+                case = make_attention_case(**shape, **sizes, dtype=dtype, seed=seed)
+                write_kv_reference(case.key, case.value, case.kv_cache, case.metadata.slot_mapping)
+                one_pass = paged_attention_reference(case.query, case.kv_cache, case.metadata, case.scale)
+                there = on_device(case)
+                plan = plan_cascade(case, there)
+                merged = cascade_kernels.cascade_attention_triton(
+                    there.query, there.kv_cache, plan, case.scale, tiles=tiles
+                )
+                fast.compare(merged.cpu(), one_pass)
+                slow.compare(cascade.cascade_attention_torch(case.query, case.kv_cache, plan, case.scale), one_pass)
+            yield fast
+        yield slow
+
+
+def plan_cascade(case: AttentionCase, there: AttentionCase) -> cascade.CascadePlan:
+    """The plan of a batch that has blocks in common, for the same batch on the device."""
+    table, size = case.metadata.block_table.numpy(), case.kv_cache.shape[2]
+    computed = np.array(case.metadata.seq_lens_cpu) - np.diff(case.metadata.query_start_loc_cpu)
+    prefixes = cascade.find_shared_prefixes(table, computed, size, min_requests=2, min_tokens=1)
+    return cascade.make_plan(prefixes, table, there.metadata, size)
 
 
 def check_kv_triton(seed: int) -> Iterator[Row]:
@@ -276,6 +313,7 @@ def draw_slowly(
 CHECKS: list[Callable[[int], Iterator[Row]]] = [
     check_one_head,
     check_attention_triton,
+    check_cascade_triton,
     check_kv_triton,
     check_codes_triton,
     check_layers_triton,

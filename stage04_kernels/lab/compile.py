@@ -24,6 +24,7 @@ from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 
+from stage04_kernels.features.cascade_attention import triton_kernels as cascade
 from stage04_kernels.features.kv_cache_8bit import triton_kernels as codes
 from stage04_kernels.features.kv_cache_8bit.formats import FORMATS
 from stage04_kernels.triton_kernels import (
@@ -156,6 +157,25 @@ def attention_variants(dtype: str = "bf16") -> Iterator[Variant]:
     constants = {"HEAD_DIM": 128, "PADDED_DIM": 128, "NUM_SPLITS": 16}
     types = {"out_ptr": "x", "part_ptr": "f32", "part_lse_ptr": "f32"}
     yield Variant("reduce_splits", paged_attention._reduce_splits, constants, types, num_warps=1, dtype=dtype)
+
+
+def cascade_variants(dtype: str = "bf16") -> Iterator[Variant]:
+    """What requests share: few rows and many, of the head sizes that models have, and the merge."""
+    tiles = dict.fromkeys(("prefix_table_ptr", "prefix_lens_ptr", "rows_ptr"), "i32")
+    tiles |= dict.fromkeys(("tile_prefix_ptr", "tile_first_ptr", "tile_end_ptr"), "i32")
+    for rows, head_dim, group in ((8, 64, 1), (256, 64, 1), (256, 128, 4), (8, 256, 1), (256, 256, 1)):
+        plain = _attention_variant("", head_dim, group, rows, num_splits=4, dtype=dtype)
+        tile = cascade.prefix_tile(NARROW, group, rows, head_dim, 4 if dtype == "f32" else 2)
+        constants = {name: value for name, value in plain.constants.items() if name != "HAS_WINDOW"}
+        constants |= {"BLOCK_M": tile.rows, "BLOCK_N": tile.keys}
+        types = {name: plain.types[name] for name in ("lse_ptr", "query_ptr", "key_ptr", "value_ptr")}
+        yield replace(
+            plain, name=f"paged_attention shared prefix {head_dim}, {rows} rows x {group}", kernel=cascade._attend_shared_prefix,
+            constants=constants, types=types | tiles | {"part_ptr": "f32"}, num_warps=tile.num_warps,
+        )  # fmt: skip
+    constants = {"HEAD_DIM": 128, "PADDED_DIM": 128, "PREFIX_SPLITS": 4, "OWN_SPLITS": 2}
+    types = {"out_ptr": "x"} | dict.fromkeys(("prefix_ptr", "prefix_lse_ptr", "own_ptr", "own_lse_ptr"), "f32")
+    yield Variant("merge_parts", cascade._merge_parts, constants, types, num_warps=1, dtype=dtype)
 
 
 def code_variants(dtype: str = "bf16") -> Iterator[Variant]:
@@ -302,6 +322,8 @@ def variants(full: bool = False) -> Iterator[Variant]:
     for dtype in ("bf16", "f32", "f16") if full else ("bf16", "f32"):
         found = [*attention_variants(dtype), *other_variants(dtype)]
         yield from found if full or dtype == "bf16" else found[:6]  # decodes and prefills
+        if full or dtype == "bf16":
+            yield from cascade_variants(dtype)
         if dtype != "f32":  # with heads of 128 their prefills spill: slow there, and right
             yield from code_variants(dtype)
     yield from sampler_variants()

@@ -75,12 +75,23 @@ def attention_work(
     )
 
 
+def cascade_work(batch: int, shared: int, own: int, num_heads: int, num_kv_heads: int, head_dim: int) -> Work:
+    """Decodes that share `shared` tokens, which are read once, and have `own` each; and each row's parts, four in float32, written and read again."""
+    prefix = attention_work(batch, shared, 1, num_heads, num_kv_heads, head_dim)
+    apart = attention_work(1, own, batch, num_heads, num_kv_heads, head_dim)
+    parts = 2 * 4 * batch * num_heads * head_dim * 4
+    pairs = batch * (shared + own) * num_heads
+    what = f"{batch} x ({shared} shared + {own}), heads {num_heads}/{num_kv_heads} x {head_dim}"
+    return Work("cascade_attention", what, prefix.bytes + apart.bytes + parts, 4.0 * pairs * head_dim, 5.0 * pairs)
+
+
 def works() -> Iterator[Work]:
     """The shapes that the benchmark measures, and the small kernels around them."""
     for head_dim in (64, 128):
         yield attention_work(1, 2048, 256, 32, 8, head_dim)
         yield attention_work(1, 32_768, 1, 32, 8, head_dim)
         yield attention_work(2048, 2048, 8, 32, 8, head_dim)
+    yield cascade_work(256, 2048, 128, 32, 8, 128)
     tokens, kv, hidden, inner = 4096, 8 * 128, 4096, 14_336
     yield Work("write_kv", f"{tokens} tokens x {kv}", tokens * 4 * kv * 2 + tokens * 8)
     turned = tokens * 2 * (2 * 4096 + 4 * kv) + tokens * (8 + 128 * 4)

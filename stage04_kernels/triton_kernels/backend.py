@@ -18,8 +18,15 @@ def triton_attention(
     window: int | None = None, rotation: Rotation | None = None, /,
 ) -> Tensor:  # fmt: skip
     """As `AttentionBackend`: one launch writes keys and values, and rotates them on the way; one or two attend."""
+    query = rotate_and_write(query, key, value, kv_cache, metadata, rotation)
+    return paged_attention_triton(query, kv_cache, metadata, scale, window)
+
+
+def rotate_and_write(
+    query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, rotation: Rotation | None
+) -> Tensor:
+    """Keys and values go into the cache, rotated if the model does that. Returns the queries, rotated too."""
     if rotation is None:
         write_kv_triton(key, value, kv_cache, metadata.slot_mapping)
-    else:
-        query = rope_and_write_kv_triton(query, key, value, kv_cache, metadata.slot_mapping, *rotation)
-    return paged_attention_triton(query, kv_cache, metadata, scale, window)
+        return query
+    return rope_and_write_kv_triton(query, key, value, kv_cache, metadata.slot_mapping, *rotation)

@@ -208,6 +208,20 @@ def plan_tiles(metadata: AttentionMetadata, tokens_per_tile: int) -> tuple[Tenso
     return tile_request, tile_first
 
 
+def tiles_of(
+    query: Tensor, num_kv_heads: int, metadata: AttentionMetadata, tiles: AttentionTiles, window: int | None = None
+) -> tuple[Tile, tuple[Tensor, Tensor]]:
+    """What a program takes at a time, and how the step is cut for that; the first layer computes it, the others use it again."""
+    num_heads, head_dim = query.shape[1:]
+    padded_dim = max(16, next_power_of_2(head_dim))
+    tile = tiles.tile(num_heads // num_kv_heads, metadata.max_query_len, padded_dim, query.itemsize, window is not None)
+    tokens = tile.rows * num_kv_heads // num_heads
+    if ("triton", tokens) not in metadata.plans:
+        metadata.plans["triton", tokens] = plan_tiles(metadata, tokens)
+    plan: tuple[Tensor, Tensor] = metadata.plans["triton", tokens]
+    return tile, plan
+
+
 def choose_num_splits(num_tiles: int, num_kv_heads: int, metadata: AttentionMetadata, tiles: AttentionTiles) -> int:
     """As many programs as the chip runs at once, but at least `min_split` keys for each; a power of two."""
     programs = num_tiles * num_kv_heads
@@ -237,11 +251,7 @@ def paged_attention_triton(
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = kv_cache.shape[3]
     padded_dim = max(16, next_power_of_2(head_dim))
-    tile = tiles.tile(num_heads // num_kv_heads, metadata.max_query_len, padded_dim, query.itemsize, window is not None)
-    tokens = tile.rows * num_kv_heads // num_heads
-    if ("triton", tokens) not in metadata.plans:
-        metadata.plans["triton", tokens] = plan_tiles(metadata, tokens)
-    plan: tuple[Tensor, Tensor] = metadata.plans["triton", tokens]
+    tile, plan = tiles_of(query, num_kv_heads, metadata, tiles, window)
     if num_splits is None:
         num_splits = choose_num_splits(len(plan[0]), num_kv_heads, metadata, tiles)
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)

@@ -286,6 +286,30 @@ def adapted(x, y, owners, pairs):
 """,
         "it writes into what it was given",
     ),
+    "24_compiled_steps": Answer(
+        """
+def passes(operations):
+    made, has_row, open_pass = [], False, False
+    for name, kind in operations:
+        if kind == "product" or not open_pass or (kind == "row" and has_row):
+            made.append([])
+            has_row = False
+        made[-1].append(name)
+        has_row, open_pass = has_row or kind == "row", kind != "product"
+    return made
+""",
+        """
+def passes(operations):
+    made, open_pass = [], False
+    for name, kind in operations:
+        if kind == "product" or not open_pass:
+            made.append([])
+        made[-1].append(name)
+        open_pass = kind != "product"
+    return made
+""",
+        "two norms share a pass",
+    ),
     "23_from_zero": Answer(
         """
 def generate(guess, prompt, most, end):

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from drafting import small_llama
@@ -192,3 +193,39 @@ def test_a_folder_that_cannot_be_written_is_refused_in_one_line(model: str, tmp_
         with pytest.raises(ConfigError, match="cannot write to cache_dir") as error:
             LLM(model, **SMALL, compilation_config={"mode": 3, "backend": "eager", "cache_dir": folder})
         assert "\n" not in str(error.value)
+
+
+def predicted(capsys: pytest.CaptureFixture[str], model: str, folder: Path, *more: str) -> str:
+    """What `--dry-run` says of torch.compile."""
+    words = ["serve", model, "--device", "cpu", "--skip-tokenizer-init", "--dry-run", *more]
+    given = {"mode": 3, "backend": "eager", "cache_dir": str(folder)}
+    assert main([*words, "--compilation-config", msgspec.json.encode(given).decode()]) == 0
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  torch.compile ")]
+    return line
+
+
+def test_a_dry_run_expects_what_the_last_start_took(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It says what is compiled; before the first start nobody knows how long, nor with another number format, nor from a file that is damaged."""
+    folder, unknown, same = tmp_path / "graphs", "nobody can know how long", ("--max-model-len", "96")
+    assert unknown in predicted(capsys, model, folder, "--dtype", "float32", *same)
+    took = []
+    caplog.set_level("INFO")
+    for number in range(2):
+        torch._dynamo.reset()
+        config = {"mode": 3, "backend": "eager", "cache_dir": str(folder)}
+        with LLM(model, **SMALL, compilation_config=config, trace=str(tmp_path / str(number))):
+            pass
+        [event] = read_run(tmp_path / str(number)).named("model.compiled")
+        took.append(round(event.args["seconds"], 1))
+    expected = [line for line in caplog.messages if line.startswith("torch.compile: 2 graphs")]
+    assert unknown in expected[0] and f"about {took[0]} s, as the last start took" in expected[1]
+    line = predicted(capsys, model, folder, "--dtype", "float32", *same)
+    assert "2 graphs of the whole step by eager" in line and f"about {took[1]} s, as the last start took" in line
+    assert (f"the first one {took[0]} s" in line) == (took[0] != took[1])
+    assert unknown in predicted(capsys, model, folder, "--dtype", "bfloat16", *same)
+    [noted] = folder.glob("took-*.json")
+    noted.write_text('{"first": "soon"}')
+    assert unknown in predicted(capsys, model, folder, "--dtype", "float32", *same)
+    assert not [*folder.glob("*.part")]

@@ -369,8 +369,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"kv_offloading_size": 1e9}, "kv_offloading_size must be a number of GiB above 0"),
     ({"kv_offloading_size": 1, "kv_offloading_backend": "lmcache"}, "lmcache"),
     ({"kv_offloading_size": 1, "enable_prefix_caching": False}, "kv_offloading_size needs enable_prefix_caching"),
-    ({"kv_offloading_size": 1, "tensor_parallel_size": 2}, "only the first worker says which blocks are copied"),
-    ({"kv_offloading_size": 1, "pipeline_parallel_size": 2}, "only the last stage says which blocks are copied"),
     ({"kv_offloading_size": 1, "runner": "pooling"}, "kv_offloading_size is for models that generate text"),
     ({"kv_offloading_size": 1} | folder_flag(Path("/tmp")), "there is one connector"),
     ({"kv_offloading_size": 1, "enable_weight_updates": True}, "its memory holds keys and values of the old weights"),

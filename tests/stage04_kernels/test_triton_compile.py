@@ -80,6 +80,7 @@ def test_what_breaks_a_budget_is_said(change: dict[str, object], problem: str) -
 def test_every_kernel_of_the_package_is_compiled() -> None:
     """A new kernel must be named in compile.py."""
     from stage04_kernels import triton_kernels
+    from stage04_kernels.features.cascade_attention import triton_kernels as cascade
     from stage04_kernels.features.kv_cache_8bit import triton_kernels as codes
 
     names = {each.name for each in pkgutil.iter_modules(triton_kernels.__path__)} - {
@@ -88,7 +89,7 @@ def test_every_kernel_of_the_package_is_compiled() -> None:
     modules = [importlib.import_module(f"{triton_kernels.__name__}.{name}") for name in sorted(names)]
     launched = {
         name
-        for module in (codes, *modules)
+        for module in (codes, cascade, *modules)
         for name, value in vars(module).items()
         if type(value).__name__ in ("InterpretedFunction", "JITFunction") and value.fn.__module__ == module.__name__
     }
@@ -99,6 +100,7 @@ def test_every_kernel_of_the_package_is_compiled() -> None:
             "_keys_of_program",
             "_load_blocks",
             "_load_keys_and_values",
+            "_load_parts",
             "_scores",
             "_softmax_step",
             "_store_rows",

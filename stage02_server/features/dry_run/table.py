@@ -16,6 +16,7 @@ from stage02_server.features.dry_run.start_checks import check_start, has_a_mode
 from stage03_engine.args.fields import settings_of
 from stage03_engine.args.resolve import Resolved
 from stage03_engine.config import SECTIONS, VllmConfig
+from stage03_engine.mixins import each
 from stage03_engine.plugins import STAGES, absent_features, features
 from stagetrace.redact import HIDDEN
 
@@ -26,8 +27,8 @@ def table(config: VllmConfig, settings: Mapping[str, Resolved]) -> str:
     check_start(config, settings)
     groups: list[tuple[str, list[tuple[str, str, str]]]] = []
     for section in filter(settings_of, [*SECTIONS.values(), FrontendArgs]):  # one without settings is computed
-        found = [(each, settings[each.name]) for each in settings_of(section)]
-        shown = [(each.name, _shown(known.value, each.secret), known.origin) for each, known in found]
+        found = [(one, settings[one.name]) for one in settings_of(section)]
+        shown = [(one.name, _shown(known.value, one.secret), known.origin) for one, known in found]
         groups.append((section.__name__, shown))
     groups.append(("Model", _model_rows(config)))
     if "transcription" not in config.supported_tasks:  # a core of its own, without a paged KV cache
@@ -35,6 +36,8 @@ def table(config: VllmConfig, settings: Mapping[str, Resolved]) -> str:
         if has_a_model(settings):
             check_kv_cache(config, memory)
         groups.append(("Memory", rows(config, memory)))
+    if prepares := [row for more in each(VllmConfig, "start_rows") for row in more(config)]:
+        groups.append(("Before the first request", prepares))
     groups += [("Features", others)] if (others := _features()) else []
     all_rows = [row for _, group in groups for row in group]
     widths = [min(32, max(len(row[column]) for row in all_rows)) for column in (0, 1)]  # a long path may stick out

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.features.compilation.config_json import WHOLE
+from stage03_engine.core.features.compilation.measured import remember, start_row
 from stage03_engine.core.features.memory_profile.memory_profile import dummy_inputs
 from stage03_engine.core.hooks import RunnerHook
 from stage03_engine.core.model_runner import ModelRunner
@@ -139,7 +140,9 @@ class CompiledModelHook(RunnerHook):
         from torch._dynamo.exc import TorchDynamoException
         from torch._dynamo.utils import counters
 
-        runner, started = self.runner, time.monotonic()
+        runner = self.runner
+        logger.info("torch.compile: %s", ", ".join(start_row(self.config)[1:]))
+        started = time.monotonic()
         counters.clear()
         try:
             for length in (1, min(PROMPT_TOKENS, self.config.max_model_len)):
@@ -151,6 +154,7 @@ class CompiledModelHook(RunnerHook):
             ) from error
         seconds, graphs = time.monotonic() - started, counters["stats"]["unique_graphs"]
         breaks = sum(counters["graph_break"].values())
+        remember(self.config, seconds, graphs)
         logger.info(
             "torch.compile made %d graphs in %.1f s (mode %d, %s)",
             graphs,

@@ -69,9 +69,10 @@ class CompilationFlags:
         if not config.compilation_config.mode:
             return
         device, model = config.device_config, config.model_config
+        products = ("torch",) if device.device == "cpu" else ("torch", "auto")  # elsewhere auto packs nothing
         for name, value, fits, why in (
             ("attention_backend", device.attention_backend, TRACEABLE, "its norms and activations are not torch's"),
-            ("linear_backend", getattr(device, "linear_backend", "torch"), ("torch",), "its products are not torch's"),
+            ("linear_backend", getattr(device, "linear_backend", "torch"), products, "its products are not torch's"),
             ("quantization", getattr(model, "quantization", None), (None,), "its products are not torch's"),
             ("batch_invariant", getattr(device, "batch_invariant", False), (False,), "it runs the model in tiles"),
             ("trace_layers", getattr(config.observability_config, "trace_layers", False), (False,), "a graph has no layers"),
@@ -88,6 +89,15 @@ class CompilationFlags:
             raise ConfigError("compilation_config is for models that write text; leave it out for this one")
 
     @staticmethod
+    def start_rows(config: VllmConfig) -> list[tuple[str, str, str]]:
+        """What is compiled, and how long it took the last time."""
+        if not config.compilation_config.mode:
+            return []
+        from stage03_engine.core.features.compilation.measured import start_row
+
+        return [start_row(config)]
+
+    @staticmethod
     def hooks(config: VllmConfig) -> dict[str, list[str]]:
         """The runner compiles the model before the first request."""
         return {"runner": [_ROOM + "compiled:CompiledModelHook"]} if config.compilation_config.mode else {}
@@ -98,6 +108,6 @@ FEATURE = Feature(
     help="the model as torch.compile makes it, with attention as one operation that it does not look into",
     room=__package__,
     settings={"VllmConfig": CompilationFlags},
-    after=("linear_backend", "quantization"),
+    after=("linear_backend", "quantization", "cascade_attention"),
     events=("model.compiled",),
 )

@@ -35,7 +35,7 @@ class KVTransferConfig:
     )
     kv_offloading_size: float | None = option(
         None,
-        "GiB of CPU memory for copies of full KV-cache blocks, which are found there when the prefix cache has lost them",
+        "GiB of CPU memory, in all workers together, for copies of full KV-cache blocks, which are found there when the prefix cache has lost them",
     )
     kv_offloading_backend: str = option("native", "what keeps them: memory of the engine's own", ("native",))
     scheduler_side: str | None = internal(None)  # module:Class
@@ -82,6 +82,12 @@ class KVTransferFlags:
                 "kv_transfer_config needs prefix_caching_hash_seed, the same at each start: without it the hashes begin with a random text, "
                 "and no block is found again"
             )
+        several = getattr(getattr(config, "parallel_config", None), "world_size", 1) > 1
+        if several and (transfer.path is not None or transfer.scheduler_side != _OFFLOADING):
+            raise ConfigError(
+                "kv_transfer_config is for one worker, unless its connector is OffloadingConnector without a folder: of several each has a part of a "
+                "block, and a file, or a connector of your own, has whole ones"
+            )
         if "generate" not in config.supported_tasks:
             raise ConfigError(f"{setting} is for models that generate text; leave it out for this one")
 
@@ -124,10 +130,6 @@ FEATURE = Feature(
     # what drafts adds to a block last; the hashes of a request's blocks must be whole before they are looked up
     after=("spec_decode", "lora"),
     conflicts={
-        ("kv_transfer_config", "tensor_parallel_size"): "each worker has only a slice of a block",
-        ("kv_transfer_config", "pipeline_parallel_size"): "each worker has only some layers of a block",
-        ("kv_offloading_size", "tensor_parallel_size"): "only the first worker says which blocks are copied",
-        ("kv_offloading_size", "pipeline_parallel_size"): "only the last stage says which blocks are copied",
         ("kv_offloading_size", "kv_transfer_config"): "there is one connector, and the size is its cpu_bytes_to_use",
     },
     events=(

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -24,9 +25,25 @@ from stage03_engine.core.scheduler import Scheduler
 from stage03_engine.errors import ConfigError
 
 
+def num_workers(config: VllmConfig) -> int:
+    """Each has its part of every block, and memory for as many."""
+    return getattr(getattr(config, "parallel_config", None), "world_size", 1)
+
+
+def whole_block_bytes(config: VllmConfig) -> int:
+    """What a block takes in the memories of all workers together; the same number from the engine's configuration and from each worker's."""
+    if num_workers(config) == 1:
+        return kv_block_bytes(config)
+    whole: Any = getattr(config.shape, "whole", config.shape)
+    slices = config.parallel_config.tensor_parallel_size
+    heads = max(whole.num_kv_heads, slices)  # of fewer heads than slices, each is on several workers
+    shape = replace(whole, num_kv_heads=heads)
+    return kv_block_bytes(replace(config, model_config=replace(config.model_config, shape=shape)))
+
+
 def num_cpu_blocks(config: VllmConfig) -> int:
     """How many blocks there is room for. Raises ConfigError if that is none, or if the machine has less memory."""
-    size, block_bytes = config.kv_transfer_config.cpu_bytes, kv_block_bytes(config)
+    size, block_bytes = config.kv_transfer_config.cpu_bytes, whole_block_bytes(config)
     if size > psutil.virtual_memory().total:
         raise ConfigError(
             f"there is not enough memory for {size} bytes of offloaded KV-cache blocks; lower --kv-offloading-size (cpu_bytes_to_use)"

@@ -7,14 +7,14 @@ are left out.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
 from torch import Tensor
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.features.kv_transfer.base import KVConnectorWorker
-from stage03_engine.core.features.kv_transfer.offloading import num_cpu_blocks
+from stage03_engine.core.features.kv_transfer.offloading import num_cpu_blocks, num_workers
 from stage03_engine.core.features.kv_transfer.shared_storage_copies import (
     FolderWriter,
     block_from_bytes,
@@ -35,6 +35,7 @@ class OffloadingConnectorWorker(KVConnectorWorker):
         self._folder = FolderWriter(config) if config.kv_transfer_config.path is not None else None
         self._disk = ThreadPoolExecutor(1, "kv-disk")
         self._waiting: set[Future[None]] = set()  # to be written to disk
+        self._several = num_workers(config) > 1
 
     def register_kv_caches(self) -> None:
         """Also of what drafts in the same blocks. What is in memory already stays there: the scheduler's side counts on it. Raises ConfigError."""
@@ -65,9 +66,12 @@ class OffloadingConnectorWorker(KVConnectorWorker):
                 block_from_bytes(self.runner.kv_caches, block, source)
 
     def save_kv_blocks(self, saves: Sequence[tuple[int, bytes, int]]) -> None:
-        """Copy them in the thread."""
+        """Copy them in the thread. With several workers the step waits for that: only one of them says what is saved, and it speaks for all. Each runs the
+        steps in order, so a block that one has saved in a step is saved everywhere before a later step can name it."""
         if saves:
             self.save_in_thread([block for block, *_ in saves], self._save, saves)
+            if self._several:
+                wait(self._saving)
 
     def _save(self, saves: Sequence[tuple[int, bytes, int]]) -> None:
         for cache, memory in zip(self._kv_caches, self._memory, strict=True):
