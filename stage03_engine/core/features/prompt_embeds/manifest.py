@@ -59,6 +59,9 @@ FEATURE = Feature(
     parts=(
         Part("params", "stage03_engine.params.prompt_embeds:PromptEmbeds"),
         Part("routes", ".manifest:install"),
+        Part(
+            "engine", "stage03_engine.frontend.features.prompt_embeds.forms:embeds_prompt", key="prompt:prompt_embeds"
+        ),
     ),
     events=("embeds.given",),
 )
