@@ -8,7 +8,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.config import VllmConfig
@@ -101,7 +101,7 @@ class LLM:
         changes: dict[str, Any] = {"output_kind": RequestOutputKind.FINAL_ONLY}
         if lora_request is not None:
             changes |= wanted("engine", "adapter_of", "an adapter")(self, lora_request)
-        whole = [msgspec.structs.replace(own, **changes) for own in each]
+        whole = [replace(own, **changes, **getattr(text, "params", {})) for own, (text, _) in zip(each, batch)]
         requests = [
             self.input_processor.process_inputs(
                 self.next_id(), text, own, add_special_tokens=add_special_tokens, priority=rank, cache_salt=salt

@@ -14,6 +14,11 @@ if TYPE_CHECKING:
 
 LLAVA = "LlavaForConditionalGeneration"
 _CORE = "stage03_engine.core.features.multimodal."
+COUNTS = {
+    "mm_cache_queries": "Pictures that requests came to, and so looked up in the encoder's cache.",
+    "mm_cache_hits": "Pictures found there.",
+}
+"""Metric -> what it counts."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +126,7 @@ FEATURE = Feature(
         Part("architecture", ".llava:read_llava", key=LLAVA, model_type="llava"),
         Part("model", _CORE + "llava:LlavaForConditionalGeneration", key=LLAVA),
         Part("engine", ".llava:LLAVA", key=f"multimodal:{LLAVA}"),
+        Part("counts", ".manifest:COUNTS"),
         Part("replay", _CORE + "recorded:RecordedEncoderHook", key="images"),
     ),
     needs=("model_formats", "embedding_rows"),

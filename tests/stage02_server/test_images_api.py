@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from patience import PATIENCE
 from server_under_test import InProcessServer, RecordingEcho, ServerProcess
 from small_llava import PLACES, SIDE, encoded, llava_folder, picture
 
@@ -342,6 +343,59 @@ def test_one_key_leaves_room_for_the_others(serve: Callable[..., InProcessServer
     assert [status("a", 1), status("a", 1), status("a", 1), status("b", 1)] == [200, 200, 429, 200]
     held.clear()
     assert status("a", 3) == 200, "a request that comes alone may hold more than half"
+
+
+WATCHED_DECODER = """
+import time
+from pathlib import Path
+from stage02_server.features.images.decoder import ImageDecoder
+decode, ask, folder = ImageDecoder._decode, ImageDecoder.decode, Path({folder!r})
+def note(name, data):
+    with open(folder / name, "a") as file:
+        print(len(data), file=file)
+def held(self, data):
+    note("decoded", data)
+    while not (folder / "go on").exists():
+        time.sleep(0.01)
+    return decode(self, data)
+async def asked(self, data):
+    decoding = ask(self, data)
+    note("asked", data)
+    return await decoding
+ImageDecoder._decode, ImageDecoder.decode = held, asked
+"""
+
+
+def test_addresses_take_turns_at_the_decoder(
+    folder: Path, tmp_path: Path, start_server: Callable[..., ServerProcess]
+) -> None:
+    """Without keys: the one picture of an address does not wait for the twelve of another."""
+    patch = WATCHED_DECODER.format(folder=str(tmp_path))
+    server = start_server(str(folder), "--host", "127.0.0.1", "--port", "0", "--device", "cpu", patch=patch)
+    url = server.wait_until_ready()
+    small, large = chat(image(1)), chat(image(encoded(picture(2, (90, 90)))))
+
+    def client(address: str) -> httpx.AsyncClient:
+        return httpx.AsyncClient(
+            base_url=url, timeout=PATIENCE, transport=httpx.AsyncHTTPTransport(local_address=address)
+        )
+
+    async def until_asked(count: int) -> None:
+        while not (tmp_path / "asked").exists() or (tmp_path / "asked").read_text().count("\n") < count:
+            await asyncio.sleep(0.01)
+
+    async def life() -> list[int]:
+        async with client("127.0.0.1") as many, client("127.0.0.2") as one:
+            posts = [asyncio.create_task(many.post(CHAT, json=small)) for _ in range(12)]
+            await until_asked(12)
+            posts.append(asyncio.create_task(one.post(CHAT, json=large)))
+            await until_asked(13)
+            (tmp_path / "go on").touch()
+            return [(await each).status_code for each in posts]
+
+    assert asyncio.run(asyncio.wait_for(life(), PATIENCE)) == [200] * 13
+    lengths = [int(line) for line in (tmp_path / "decoded").read_text().split()]
+    assert lengths.index(max(lengths)) <= 2, lengths  # after the one that is decoded, and one turn of the other
 
 
 BAD_URLS = {

@@ -38,6 +38,8 @@ VLLM_METRICS = {  # name -> kind; what vLLM documents for every model that gener
     "vllm:request_success": "counter",
     "vllm:external_prefix_cache_queries": "counter",
     "vllm:external_prefix_cache_hits": "counter",
+    "vllm:mm_cache_queries": "counter",
+    "vllm:mm_cache_hits": "counter",
     "vllm:spec_decode_num_drafts": "counter",
     "vllm:spec_decode_num_draft_tokens": "counter",
     "vllm:spec_decode_num_accepted_tokens": "counter",

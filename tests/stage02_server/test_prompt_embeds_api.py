@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import logging
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ import pytest
 import torch
 from patience import PATIENCE
 from safetensors.torch import load_file, save
-from server_under_test import InProcessServer, ServerProcess, byte_config, events
+from server_under_test import InProcessServer, RecordingEcho, ServerProcess, byte_config, events
 
 from stage03_engine.model_path import BUNDLED_FOLDER
 
@@ -88,13 +89,93 @@ def test_without_the_flag_it_is_refused(make_server: Callable[..., InProcessServ
     assert answer.status_code == 400 and "--enable-prompt-embeds" in answer.json()["error"]["message"]
 
 
+def switched_on() -> Any:
+    config = byte_config()
+    model: Any = replace(config.model_config, enable_prompt_embeds=True)  # type: ignore[call-arg]
+    return replace(config, model_config=model)
+
+
+class Standing(RecordingEcho):
+    """Gives no token before it is let go."""
+
+    go_on = False
+
+    async def get_output_async(self) -> Any:
+        while not self.go_on:
+            await asyncio.sleep(0.001)
+        return await super().get_output_async()
+
+
+FILE = coded(torch.ones(50, 8))
+SIZE = len(FILE) // 4 * 3
+
+
+async def sent(server: InProcessServer, key: str = "", **more: Any) -> int:
+    body = {"prompt_embeds": FILE, "max_tokens": 2} | more
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    return (await server.send("POST", "/v1/completions", json=body, headers=headers)).status_code
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"stream": True}, {"n": 2, "temperature": 1}, {"n": 2, "temperature": 1, "stream": True}], ids=str
+)
+def test_what_unfinished_requests_hold_is_bounded(
+    make_server: Callable[..., InProcessServer], more: dict[str, Any]
+) -> None:
+    """Two may wait; the third is refused, before it is decoded, until they have ended, whole or streamed, with one answer or two."""
+    size, config = SIZE * more.get("n", 1), switched_on()
+    client = Standing(config=config)
+    server = make_server(client, config=config, max_held_embeds_bytes=3 * size - 1)
+
+    async def life() -> list[int]:
+        first = [asyncio.create_task(sent(server, **more)) for _ in range(2)]
+        while len(client.added) < 2 * more.get("n", 1):
+            await asyncio.sleep(0.001)
+        body = {"prompt_embeds": FILE, "max_tokens": 2} | more
+        third = asyncio.create_task(server.send("POST", "/v1/completions", json=body))
+        while not third.done():
+            await asyncio.sleep(0.001)
+            assert len(client.added) <= 2 * more.get("n", 1), "it is not refused"
+        refused = await third
+        assert refused.status_code == 429 and "Retry-After" in refused.headers
+        assert "--max-held-embeds-bytes" in refused.json()["error"]["message"]
+        text = asyncio.create_task(server.send("POST", "/v1/completions", json={"prompt": "ab", "max_tokens": 2}))
+        client.go_on = True
+        assert (await text).status_code == 200, "a text holds none"
+        return [await each for each in first]
+
+    assert server.run(life()) == [200, 200]
+    held = server.app.state.openai_serving_completion.held
+    assert held.number == 0, "a request that has ended is still counted"
+    assert server.post("/v1/completions", {"prompt_embeds": FILE[:-4], "max_tokens": 2}).status_code == 400
+    assert held.number == 0, "a request that was refused is still counted"
+
+
+def test_one_key_leaves_room_for_the_others(make_server: Callable[..., InProcessServer]) -> None:
+    config = switched_on()
+    client = Standing(config=config)
+    server = make_server(client, config=config, max_held_embeds_bytes=4 * SIZE, api_key=("a", "b"))
+
+    async def life() -> list[int]:
+        waiting = [asyncio.create_task(sent(server, "a")) for _ in range(2)]
+        while len(client.added) < 2:
+            await asyncio.sleep(0.001)
+        third = asyncio.create_task(sent(server, "a"))
+        while not third.done():
+            await asyncio.sleep(0.001)
+            assert len(client.added) == 2, "it is not refused"
+        waiting.append(asyncio.create_task(sent(server, "b")))
+        client.go_on = True
+        return [await third, *[await each for each in waiting]]
+
+    assert server.run(life()) == [429, 200, 200, 200]
+
+
 def test_the_log_says_how_many_bytes(
     make_server: Callable[..., InProcessServer], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Not which: they are megabytes, and perhaps a text that is not to be seen."""
-    config = byte_config()
-    switched_on: Any = replace(config.model_config, enable_prompt_embeds=True)  # type: ignore[call-arg]
-    server = make_server(config=replace(config, model_config=switched_on), enable_log_requests=True)
+    server = make_server(config=switched_on(), enable_log_requests=True)
     with caplog.at_level(logging.INFO):
         answer = server.post("/v1/completions", {"prompt_embeds": coded(torch.randn(50, 8)), "max_tokens": 2})
     assert answer.status_code == 200, answer.text

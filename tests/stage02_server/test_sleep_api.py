@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from patience import PATIENCE
+from prometheus_client.parser import text_string_to_metric_families
 from server_under_test import InProcessServer, ServerProcess, events
 
 from stage02_server.features.sleep.routes import dev_router
@@ -51,6 +53,38 @@ def text(client: httpx.Client, **more: Any) -> str:
 def error(answer: httpx.Response) -> tuple[int, str, str]:
     found = answer.json()["error"]
     return answer.status_code, found["type"], found["message"]
+
+
+def test_the_metrics_say_how_deep(client: httpx.Client) -> None:
+    """The text of /metrics is kept for half a second, so it is asked until it is so."""
+
+    def until(state: str) -> None:
+        expected, deadline = {state}, time.monotonic() + PATIENCE
+        while (found := states(client)) != expected:
+            assert time.monotonic() < deadline, found
+            time.sleep(0.05)
+
+    until("awake")
+    for asked, state in (("1", "weights_offloaded"), ("2", "discard_all"), ("1", "discard_all")):
+        client.post(f"/sleep?level={asked}")
+        until(state)
+    client.post("/wake_up?tags=weights")
+    until("discard_all")
+    client.post("/wake_up")
+    until("awake")
+    client.post("/sleep")
+    until("weights_offloaded")
+    client.post("/wake_up")
+    until("awake")
+
+
+def states(client: httpx.Client) -> set[str]:
+    """Of all engines; each has one."""
+    families = text_string_to_metric_families(client.get("/metrics").text)
+    [family] = [each for each in families if each.name == "vllm:engine_sleep_state"]
+    on = [sample.labels for sample in family.samples if sample.value == 1]
+    assert len({labels["engine"] for labels in on}) == len(on) == len(family.samples) // 3
+    return {labels["sleep_state"] for labels in on}
 
 
 def test_it_sleeps_and_wakes_up(client: httpx.Client) -> None:

@@ -15,7 +15,7 @@ from hypothesis import given, strategies as st
 from patience import PATIENCE
 
 from stage02_server.features.hardening.fair_threads import PER_SECOND, SMALL, FairThreads
-from stage02_server.features.hardening.turns import TurnsByKey
+from stage02_server.features.hardening.turns import ADDRESS, TurnsByKey
 from stage02_server.middleware import TENANT
 
 ROOT = Path(__file__).parents[2]
@@ -72,6 +72,21 @@ def test_a_key_waits_for_one_turn_of_each_other(keys: list[int | None], cancelle
             mine = sum(keys[other] == keys[number] for other in done[:turn])
             for other in set(keys) - {keys[number]}:
                 assert sum(keys[earlier] == other for earlier in done[:turn]) <= mine + 1
+
+
+def test_addresses_take_turns_where_no_key_says_who_asks(pool: TurnsByKey) -> None:
+    done: list[str] = []
+
+    def submit(address: str, name: str) -> Future[None]:
+        ADDRESS.set(address)
+        return pool.submit(done.append, name)
+
+    with Held([pool]):
+        crowd = [copy_context().run(submit, "192.0.2.1", f"a{number}") for number in range(20)]
+        last = copy_context().run(submit, "192.0.2.2", "b")
+    for future in (*crowd, last):
+        future.result(PATIENCE)
+    assert done.index("b") <= 1, done  # one turn of the other
 
 
 def test_an_error_reaches_who_waits(pool: TurnsByKey) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -673,8 +674,8 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"kv_connector": "Mine", "kv_connector_module_path": "no.such.module"}, {}, "kv_connector_module_path must be a module that is there"),
     ({"kv_connector": "Mine", "kv_connector_module_path": 3}, {}, "kv_connector_module_path must be a module that is there"),
     ({"kv_connector": "my own", "kv_connector_module_path": "json"}, {}, "kv_connector must be how a connector's classes begin"),
-    ({"kv_connector": "Mine", "kv_connector_module_path": "json"}, {}, "json:MineWorker is named, but not there"),
-    ({"kv_connector": "Fake", "kv_connector_module_path": "test_kv_transfer"}, {}, "test_kv_transfer:FakeWorker is no KVConnectorWorker"),
+    ({"kv_connector": "Mine", "kv_connector_module_path": "json"}, {}, "kv_transfer_config: json:MineWorker: .*has no attribute"),
+    ({"kv_connector": "Fake", "kv_connector_module_path": "test_kv_transfer"}, {}, "kv_transfer_config: test_kv_transfer:FakeWorker: not a subclass of .*:KVConnectorWorker"),
     ({"kv_role": "kv_neither"}, {}, "kv_role must be one of kv_both, kv_producer, kv_consumer"),
     ({"kv_role": ["kv_both"]}, {}, "kv_role must be one of"),
     ({"kv_roll": "kv_both"}, {}, "unknown key 'kv_roll'.*kv_role"),
@@ -712,4 +713,34 @@ def test_what_cannot_be_is_one_line(
         config = config | {"kv_connector_extra_config": extra | {"shared_storage_path": str(tmp_path)}}
     with pytest.raises(ConfigError, match=message) as refused:
         EngineCore(EngineArgs.from_kwargs(model=model, **SMALL | more, kv_transfer_config=config)).shutdown()
+    assert "\n" not in str(refused.value)
+
+
+BROKEN = {
+    "the module": ("mine", "raise RuntimeError('no\\ncard')", "kv_transfer_config: mine:MineWorker: RuntimeError: no card"),
+    "the package around it": ("around.mine", "raise RuntimeError('no card')", "kv_connector_module_path around.mine: RuntimeError: no card"),
+    "what it imports": ("mine", "import there_is_no_such", "kv_transfer_config: mine:MineWorker: No module named"),
+    "the class": (
+        "mine",
+        "from stage03_engine.core.features.kv_transfer.base import KVConnectorWorker\n"
+        "class MineWorker(KVConnectorWorker):\n    def __init__(self, *given):\n        raise RuntimeError('no card')",
+        "kv_transfer_config: mine:MineWorker: RuntimeError: no card",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_connector_that_raises_is_one_line(
+    what: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, text, message = BROKEN[what]
+    (tmp_path / "around").mkdir()
+    path = tmp_path / ("around/__init__.py" if "." in module else "mine.py")
+    path.write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("mine", "around"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    given = {"kv_connector": "Mine", "kv_connector_module_path": module}
+    with pytest.raises(ConfigError, match=message) as refused:
+        EngineCore(EngineArgs.from_kwargs(model=model, **SMALL, kv_transfer_config=given)).shutdown()
     assert "\n" not in str(refused.value)

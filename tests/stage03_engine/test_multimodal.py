@@ -246,6 +246,8 @@ def test_no_setting_changes_an_answer(settings: dict[str, Any], folder: Path, ex
         for output in engine.decisions:
             if (work := WORK.of(output.extras)) is not None:
                 assert len(work.encode) * PLACES <= budget
+        counts = engine.core.scheduler.stats.counts
+        assert counts["mm_cache_queries"] - counts["mm_cache_hits"] == engine.encodes() > 0
     finally:
         engine.core.shutdown()
 
@@ -262,6 +264,7 @@ def test_a_chunk_may_end_within_a_picture(folder: Path, expected: dict[str, list
     encoding = [number for number, output in enumerate(engine.decisions) if WORK.of(output.extras) is not None]
     assert encoding == [next(number for number, end in enumerate(ends) if end > begin)]
     assert engine.encodes() == 1
+    assert engine.core.scheduler.stats.counts == {"mm_cache_queries": 1, "mm_cache_hits": 0}
 
 
 def test_the_same_picture_is_found_and_another_is_not(engine: Engine) -> None:
@@ -291,6 +294,7 @@ def test_the_encoder_runs_once_for_a_picture_of_several_requests(engine: Engine)
     assert engine.encodes() == 1
     engine.answer(engine.request("later <image>", [1]))
     assert engine.encodes() == 1, "it was not kept"
+    assert engine.core.scheduler.stats.counts == {"mm_cache_queries": 4, "mm_cache_hits": 3}
 
 
 def test_new_weights_see_every_picture_again(folder: Path, tmp_path: Path) -> None:

@@ -353,7 +353,7 @@ def test_a_manifest_names_what_its_room_counts() -> None:
         each.name: {name for part in each.parts if part.seam == "counts" for name in part.load()}
         for each in plugins.features()
     }
-    assert in_rooms(counted) == named and sum(map(len, named.values())) == 6
+    assert in_rooms(counted) == named and sum(map(len, named.values())) == 8
 
 
 def test_an_event_is_known_and_one_feature_s() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 from pathlib import Path
@@ -11,11 +12,15 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from patience import PATIENCE
 from safetensors.torch import load_file, save
 from small_adapters import write_adapter
 from small_gpt2 import first_layers
 
+from stage03_engine.arg_utils import AsyncEngineArgs
 from stage03_engine.errors import InvalidRequestError
+from stage03_engine.frontend.async_llm import AsyncLLM
+from stage03_engine.frontend.features.beam_search.beam_search import BeamSearchParams
 from stage03_engine.llm import LLM
 from stage03_engine.params.embeds_file import layout_in_base64, layout_of
 from stage03_engine.sampling_params import SamplingParams
@@ -63,6 +68,48 @@ def run(llm: LLM, asked: list[tuple[list[int], SamplingParams]]) -> list[list[li
 
 def name_of(kind: dict[str, Any]) -> str:
     return "-".join(f"{key}={value}" for key, value in kind.items())
+
+
+def test_a_tensor_is_a_prompt(model: str, table: torch.Tensor) -> None:
+    """As programs for vLLM write it, among others, and with the numbers in other formats and places."""
+    with LLM(model, **SMALL) as llm:
+        expected = [list(output.outputs[0].token_ids) for output in llm.generate([PROMPTS[1], PROMPTS[0]], GREEDY)]
+        rows = table[PROMPTS[1]]
+        forms = [rows, rows.T.contiguous().T, rows.clone().requires_grad_()]
+        for form in forms:
+            outputs = llm.generate([{"prompt_embeds": form, "cache_salt": "s"}, PROMPTS[0]], GREEDY)
+            assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+        [alone] = llm.generate({"prompt_embeds": rows}, GREEDY)
+        assert list(alone.outputs[0].token_ids) == expected[0] and alone.prompt is None
+        for wrong, why in (
+            ({"prompt_embeds": rows, "prompt": "x"}, "no 'prompt' beside them"),
+            ({"prompt_embeds": rows.tolist()}, "this is no tensor, but list"),
+            ({"prompt_embeds": rows[0]}, r"must have the shape \[num_tokens, hidden_size\]"),
+            ({"prompt_embeds": rows.double()}, "float32, float16 or bfloat16, not F64"),
+            ({"prompt_embeds": rows[:, :-1]}, "the model's embeddings have"),
+            ({"prompt_embeds": rows, "cache_salt": 3}, "may hold a cache_salt"),
+        ):
+            with pytest.raises(InvalidRequestError, match=why) as refused:
+                llm.generate(wrong, GREEDY)
+            assert "\n" not in str(refused.value)
+        with pytest.raises(InvalidRequestError, match="only generate takes"):
+            llm.beam_search([{"prompt_embeds": rows}], BeamSearchParams(beam_width=2, max_tokens=2))
+
+
+def test_a_tensor_is_a_prompt_on_an_event_loop(model: str, table: torch.Tensor) -> None:
+    async def run() -> list[list[int]]:
+        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, **SMALL))
+        try:
+            answers = []
+            for number, prompt in enumerate(({"prompt_embeds": table[PROMPTS[1]]}, {"prompt_token_ids": PROMPTS[1]})):
+                outputs = [output async for output in engine.generate(prompt, GREEDY, f"r{number}")]
+                answers.append(list(outputs[-1].outputs[0].token_ids))
+            return answers
+        finally:
+            engine.shutdown()
+
+    first, second = asyncio.run(asyncio.wait_for(run(), PATIENCE))
+    assert first == second
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=name_of)

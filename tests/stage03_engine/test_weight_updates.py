@@ -164,6 +164,117 @@ def test_what_fails_after_the_checks_leaves_no_engine_that_is_half_new(
             tokens(llm)
 
 
+def leave(number: int, frame: object) -> None:
+    raise SystemExit(143)
+
+
+SIGNALS: dict[int, tuple[Any, type[BaseException]]] = {
+    signal.SIGINT: (signal.default_int_handler, KeyboardInterrupt),
+    signal.SIGTERM: (leave, SystemExit),
+}
+
+
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: signal.Signals(number).name)
+@pytest.mark.parametrize("method", ["prepare_weights", "update_weights"])
+@pytest.mark.parametrize("multiprocess", [False, True], ids=["here", "in a process"])
+def test_a_signal_waits_until_the_engine_has_the_new_ones(
+    model: str, other: str, number: int, method: str, multiprocess: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It interrupts whoever called, and leaves no engine that refuses requests for ever."""
+    handler, raised = SIGNALS[number]
+    with LLM(other, **SMALL) as llm:
+        expected = tokens(llm)
+    before = signal.signal(number, handler)
+    try:
+        with LLM(model, multiprocess=multiprocess, **SMALL) as llm:
+            call = llm.call
+
+            def interrupted(name: str, *args: Any) -> Any:
+                if name == method:
+                    signal.raise_signal(number)
+                return call(name, *args)
+
+            with monkeypatch.context() as patched:
+                patched.setattr(llm, "call", interrupted)
+                with pytest.raises(raised):
+                    llm.update_weights(pairs(other).items())
+            assert signal.getsignal(number) is handler
+            assert tokens(llm) == expected and llm.update_weights(pairs(model).items()) == 2
+    finally:
+        signal.signal(number, before)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_whatever_interrupts_the_checks_leaves_the_old_weights(
+    model: str, other: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second Ctrl-C does not wait. The engine has been asked, and answers to nobody: the next answer is not taken for that one."""
+    with LLM(model, multiprocess=True, **SMALL) as llm:
+        before, core = tokens(llm), llm.engine_core
+        get_output = core.get_output
+
+        def once() -> Any:
+            monkeypatch.setattr(core, "get_output", get_output)
+            if error is OSError:
+                raise OSError
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+            pytest.fail("the second one waits")
+
+        monkeypatch.setattr(core, "get_output", once)
+        with pytest.raises(error) as raised:
+            llm.update_weights(pairs(other).items())
+        assert raised.value.__context__ is None
+        with pytest.raises(InvalidRequestError, match="start it with --enable-sleep-mode"):
+            llm.sleep()
+        assert tokens(llm) == before
+        assert llm.update_weights(pairs(other).items()) == 1 and tokens(llm) != before
+
+
+@pytest.mark.parametrize("multiprocess", [False, True], ids=["here", "in a process"])
+def test_an_error_of_the_checks_opens_the_door_again(
+    model: str, other: str, multiprocess: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(model, multiprocess=multiprocess, **SMALL) as llm:
+        before, call = tokens(llm), llm.call
+
+        def broken_off(name: str, *args: Any) -> Any:
+            answer = call(name, *args)
+            if name == "prepare_weights":
+                raise OSError("gone")
+            return answer
+
+        monkeypatch.setattr(llm, "call", broken_off)
+        with pytest.raises(OSError, match="gone"):
+            llm.update_weights(pairs(other).items())
+        assert tokens(llm) == before
+
+
+def test_an_error_of_the_checks_opens_the_door_of_an_event_loop_too(
+    model: str, other: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        engine = AsyncLLM.from_vllm_config(AsyncEngineArgs(model=model, **SMALL).create_engine_config()[0])
+        call = engine.call
+
+        async def broken_off(name: str, *args: Any) -> Any:
+            answer = await call(name, *args)
+            if name == "prepare_weights":
+                raise OSError("gone")
+            return answer
+
+        monkeypatch.setattr(engine, "call", broken_off)
+        try:
+            await engine.start()
+            with pytest.raises(OSError, match="gone"):
+                await engine.update_weights(pairs(other).items())
+            assert [output async for output in engine.generate(PROMPTS[1], GREEDY, "after")]
+        finally:
+            engine.shutdown()
+
+    asyncio.run(asyncio.wait_for(run(), PATIENCE))
+
+
 def test_cached_prefixes_are_forgotten_and_the_trace_has_versions(model: str, other: str, tmp_path: Path) -> None:
     with LLM(model, **SMALL, trace=str(tmp_path)) as llm:
         tokens(llm)

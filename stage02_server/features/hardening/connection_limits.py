@@ -20,6 +20,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from stage02_server.errors import APIError, error_json
 from stage02_server.features.hardening.connection_turns import ParsingTurns, Start, StartingTurns
+from stage02_server.features.hardening.turns import ADDRESS
 
 UPGRADE = b"upgrade"
 LINES = 2  # the fewest of a request: the request line and an empty one
@@ -293,6 +294,7 @@ class PipelinedHttpProtocol(LimitedHttpProtocol):
         start = Start(address, bool(address) and path not in self.placeless, lambda: begin(cycle, counted))
 
         async def counted(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
+            ADDRESS.set(address)  # in the task of this request
             try:
                 await app(scope, receive, send)
             finally:

@@ -1,7 +1,7 @@
 """The threads that tokenize, shared fairly: work on a few characters does not wait for work on millions.
 
-Of two threads one takes small work only, so that it is free again within milliseconds; the other takes any. API keys take turns; of
-a key's work both take first what is due first, and large work is due later. (vLLM: one thread, first come, first served.)
+Of two threads one takes small work only, so that it is free again within milliseconds; the other takes any. API keys take turns, and without
+several keys addresses do; of one's work both take first what is due first, and large work is due later. (vLLM: one thread, first come, first served.)
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from heapq import heappop, heappush
 from typing import Any
 
-from stage02_server.features.hardening.turns import do
-from stage02_server.middleware import TENANT
+from stage02_server.features.hardening.turns import asker, do
 
 SMALL = 65_536  # characters, or token ids: 15 to 60 ms
 PER_SECOND = 100_000
@@ -35,8 +34,8 @@ class FairThreads:
 
     def __init__(self, name: str) -> None:
         self._for_small, self._for_any = ThreadPoolExecutor(1, name), ThreadPoolExecutor(1, name)
-        # key -> its small and its large work, as heaps; the key whose turn is next comes first, and each has work
-        self._waiting: OrderedDict[int | None, tuple[list[Job], list[Job]]] = OrderedDict()
+        # key or address -> its small and its large work, as heaps; whose turn is next comes first, and each has work
+        self._waiting: OrderedDict[int | str, tuple[list[Job], list[Job]]] = OrderedDict()
         self._lock, self._count = threading.Lock(), 0
 
     def of(self, size: int) -> Executor:
@@ -46,7 +45,7 @@ class FairThreads:
     def add(self, size: int, work: Callable[[], Any]) -> Future[Any]:
         """The result of `work` on so many characters, once a thread has done it. Cancelled work is not begun."""
         future: Future[Any] = Future()
-        small, key = size <= SMALL, TENANT.get()
+        small, key = size <= SMALL, asker()
         with self._lock:
             self._count += 1
             due = time.monotonic() + size / PER_SECOND

@@ -1,7 +1,7 @@
-"""Threads that API keys share fairly: work waits by key, and the keys take turns.
+"""Threads that clients share fairly: work waits by API key, without several keys by address, and these take turns.
 
-A plain pool of threads is first come, first served: one key that asks for a hundred things at once makes all others wait for the last
-of them. Here a key waits for the work in progress, and for one piece of work of each other key.
+A plain pool of threads is first come, first served: one client that asks for a hundred things at once makes all others wait for the last
+of them. Here a client waits for the work in progress, and for one piece of work of each other client.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar
 from functools import partial
 from typing import ParamSpec, TypeVar
 
@@ -18,11 +19,18 @@ from stage02_server.middleware import TENANT
 P = ParamSpec("P")
 T = TypeVar("T")
 Job = tuple["Future[T]", Callable[[], T]]
+ADDRESS: ContextVar[str] = ContextVar("address", default="")
+"""Whence the request comes that is being served (of IPv6 the /64); empty for a Unix socket."""
+
+
+def asker() -> int | str:
+    """Who takes a turn with what is submitted now: the key, where there are several, else the address."""
+    tenant = TENANT.get()
+    return ADDRESS.get() if tenant is None else tenant
 
 
 class TurnsByKey(ThreadPoolExecutor):
-    """A pool of threads, as asyncio takes it. `TENANT` says whose work is submitted; without keys all of it has one queue, as
-    usual.
+    """A pool of threads, as asyncio takes it. `asker` says whose work is submitted.
 
     Each piece of work is announced to the pool once, and for each announcement a thread takes what is next in turn. Invariant: as many
     announcements as pieces of work wait; no queue is empty.
@@ -31,13 +39,13 @@ class TurnsByKey(ThreadPoolExecutor):
     def __init__(self, max_workers: int | None = None, name: str = "turns") -> None:
         super().__init__(max_workers, name)
         self._lock = threading.Lock()
-        self._waiting: OrderedDict[int | None, deque[Job]] = OrderedDict()  # the key whose turn is next comes first
+        self._waiting: OrderedDict[int | str, deque[Job]] = OrderedDict()  # whose turn is next comes first
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """As `Executor.submit`. Cancelled work is not begun."""
         future: Future[T] = Future()
         with self._lock:
-            self._waiting.setdefault(TENANT.get(), deque()).append((future, partial(fn, *args, **kwargs)))
+            self._waiting.setdefault(asker(), deque()).append((future, partial(fn, *args, **kwargs)))
         super().submit(self._do_next)
         return future
 

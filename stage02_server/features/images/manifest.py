@@ -41,6 +41,6 @@ FEATURE = Feature(
         Part("content", ".fields:ImagePart", key="image_url"),
         Part("routes", ".serving:install", tasks=("image",)),
     ),
-    needs=("multimodal", "chat_template"),
+    needs=("multimodal", "chat_template", "held_bytes"),
     events=("image.loaded",),
 )

@@ -4,10 +4,7 @@ the engine's request after that."""
 from __future__ import annotations
 
 import time
-import weakref
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +12,7 @@ import msgspec
 from fastapi import FastAPI
 from starlette.requests import Request
 
-from stage02_server.errors import RETRY_AFTER_SECONDS, APIError
+from stage02_server.features.held_bytes.held import HeldBytes
 from stage02_server.middleware import TENANT
 from stage02_server.protocol import ChatCompletionRequest, ContentPart
 from stage02_server.serving_chat import OpenAIServingChat
@@ -67,29 +64,6 @@ def images_of(request: ChatCompletionRequest) -> list[ContentPart]:
     return [part for part in parts if part.type == "image_url" and part.url is not None]
 
 
-class HeldBytes:
-    """Of the pictures of unfinished requests. An object of its own: what waits for a picture's end must keep nothing else alive."""
-
-    def __init__(self) -> None:
-        self.number = 0
-        self.of_keys: Counter[int | None] = Counter()
-
-    def room(self, most: int, key: int | None) -> int:
-        """How many more a key may hold. One of several has half of them at most, so that the others find room."""
-        if key is None or not self.of_keys[key]:
-            return most - self.number
-        return min(most - self.number, most // 2 - self.of_keys[key])
-
-    def hold(self, size: int, key: int | None) -> None:
-        """So many more are held."""
-        self.let_go(-size, key)
-
-    def let_go(self, size: int, key: int | None) -> None:
-        """So many are not held any more."""
-        self.number -= size
-        self.of_keys[key] -= size
-
-
 class ServingChatWithImages(OpenAIServingChat):
     """Takes the place of the handler of chats. A chat without pictures takes the same way as ever."""
 
@@ -103,7 +77,8 @@ class ServingChatWithImages(OpenAIServingChat):
         self._limit = limit_of(self.args.limit_mm_per_prompt, info.modalities)
         check_domains(self.args.allowed_media_domains or ())
         self._loader = ImageLoader(self.args, shape.vision.processor)
-        self._held, self._image_bytes = HeldBytes(), shape.vision.image_bytes
+        self._held = HeldBytes("images", self.args.max_held_image_bytes, "--max-held-image-bytes")
+        self._image_bytes = shape.vision.image_bytes
 
     async def create_chat_completion(self, request: ChatCompletionRequest, raw_request: Request) -> Result:
         """As without pictures. Those are loaded first. Raises InvalidRequestError, and APIError 429 if there is no room for so many."""
@@ -114,7 +89,7 @@ class ServingChatWithImages(OpenAIServingChat):
         copies = self._checked_copies(request, len(parts))
         address, key = raw_request.client.host if raw_request.client else "", TENANT.get()
         client, req = address if key is None else f"key {key}", raw_request.state.ids.engine_id(0)
-        with self._room_for(copies):
+        with self._held.during(copies * self._image_bytes):
             await run_until_disconnect(raw_request.receive, self._load(parts, client, req))
         return await super().create_chat_completion(request, raw_request)
 
@@ -149,22 +124,6 @@ class ServingChatWithImages(OpenAIServingChat):
                     seconds=round(time.monotonic() - started, 4), fetched=fetched,
                 )  # fmt: skip
 
-    @contextmanager
-    def _room_for(self, copies: int) -> Iterator[None]:
-        """While they are loaded; what the request holds then is counted by `_hold`."""
-        more, key, most = copies * self._image_bytes, TENANT.get(), self.args.max_held_image_bytes
-        if more > self._held.room(most, key):
-            message = (
-                f"Unfinished requests hold {self._held.number} bytes of images, and with this one it would be more than "
-                f"{most} (--max-held-image-bytes), or than half of them for one API key; try again later."
-            )
-            raise APIError(429, "RateLimitError", message, headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
-        self._held.hold(more, key)
-        try:
-            yield
-        finally:
-            self._held.let_go(more, key)
-
     async def tokenize(
         self, request: Any, prompts: Prompts, params: SamplingParams, *rest: Any, **more: Any
     ) -> EngineRequests:
@@ -174,11 +133,6 @@ class ServingChatWithImages(OpenAIServingChat):
             params = msgspec.structs.replace(params, num_images=len(pictures))
         requests = await super().tokenize(request, prompts, params, *rest, **more)
         for each in requests.engine_requests if pictures else ():
-            self._hold(attach(each, pictures, self._shape), len(pictures) * params.num_answers)
+            inputs = attach(each, pictures, self._shape)
+            self._held.until_gone(inputs, len(pictures) * params.num_answers * self._image_bytes)
         return requests
-
-    def _hold(self, inputs: object, copies: int) -> None:
-        """Counts the images until nobody has them any more."""
-        size, key = copies * self._image_bytes, TENANT.get()
-        self._held.hold(size, key)
-        weakref.finalize(inputs, self._held.let_go, size, key)

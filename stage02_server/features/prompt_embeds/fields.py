@@ -38,6 +38,12 @@ class PromptEmbedsFields(RequestFields):
             )
         return (given[0] if given else None) if isinstance(given, list) else given or None
 
+    @property
+    def embeds_bytes(self) -> int:
+        """Of the file, about."""
+        given = [self.prompt_embeds] if isinstance(self.prompt_embeds, str) else self.prompt_embeds or []
+        return sum(len(text) for text in given) // 4 * 3
+
     def apply(self, params: dict[str, Any]) -> None:
         """The engine's front end decodes them, in a thread if they are long. Raises InvalidRequestError for what needs a text, or token ids."""
         if (text := self._embeds()) is None:

@@ -156,6 +156,8 @@ def encode(
     `params` is one PoolingParams for all or one for each. Raises InvalidRequestError.
     """
     batch = llm.as_list(prompts)
+    if any(hasattr(prompt, "params") for prompt in batch):
+        raise InvalidRequestError("prompt: only generate takes prompts that are more than tokens.", "prompt")
     default = PoolingParams(task=llm.vllm_config.supported_tasks[0])
     each = list(params) if isinstance(params, Sequence) else [params or default] * len(batch)
     requests = [

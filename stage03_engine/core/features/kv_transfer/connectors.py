@@ -8,6 +8,7 @@ from stage03_engine.args.parser import check_keys
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import is_there, load
+from stage03_engine.plugins import wanted
 
 T = TypeVar("T")
 _ROOM = __package__ + "."
@@ -82,7 +83,7 @@ def _kind(name: Any, module: Any, extra_keys: tuple[str, ...]) -> Kind:
         if (
             not isinstance(module, str)
             or not all(part.isidentifier() for part in module.split("."))
-            or not is_there(module)
+            or not _is_there(module)
         ):
             raise _wrong("kv_connector_module_path", "must be a module that is there", module)
         return Kind(name, module, module, extra_keys)
@@ -90,6 +91,14 @@ def _kind(name: Any, module: Any, extra_keys: tuple[str, ...]) -> Kind:
         others = "or one of kv_connector_module_path"
         raise _wrong("kv_connector", f"must be {', '.join(CONNECTORS)}, {others}", name)
     return CONNECTORS[name]
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return is_there(module)
+    except Exception as error:  # of a package around it: somebody else's code
+        why = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ConfigError(f"kv_transfer_config: kv_connector_module_path {module}: {why}") from error
 
 
 def _of_folder(extra: dict[str, Any]) -> dict[str, Any]:
@@ -118,10 +127,11 @@ def _wrong(key: str, wanted: str, value: Any) -> ConfigError:
 
 
 def make_connector(path: str | None, base: type[T], owner: object, config: VllmConfig) -> T:
-    """One side of the connector that was chosen. Raises ConfigError if it is none."""
-    found: Any = load(path or "")
-    fits = isinstance(found, type) and issubclass(found, base)
-    if not fits:
-        raise ConfigError(f"kv_transfer_config: {path} is no {base.__name__} of {base.__module__}")
-    connector: T = found(owner, config)
-    return connector
+    """One side of the connector that was chosen. Raises ConfigError; of the user's own also for whatever its code raises."""
+    assert path is not None
+    if path.startswith(_ROOM):
+        ours: T = load(path)(owner, config)
+        return ours
+    construct = wanted("engine", "construct", "what makes an object of a class of your own")
+    own: T = construct(path, "kv_transfer_config:", owner, config, base=base)
+    return own

@@ -22,6 +22,7 @@ class RecordedEncoderHook(RecordedHook, EncoderSchedulerHook):
     def __init__(self, scheduler: Scheduler, config: VllmConfig, created: Event) -> None:
         self.scheduler, self.config = scheduler, config
         self.cache, self.spans, self._planned = EncoderCacheManager(0), WeakKeyDictionary(), {}
+        self._found = {}
         self._next: list[Span] | None = None  # of the request that is about to be added
 
     def before_arrival(self, message: EngineCoreRequest, params: Mapping[str, Any]) -> None:

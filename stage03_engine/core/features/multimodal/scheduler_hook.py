@@ -62,6 +62,7 @@ class EncoderSchedulerHook(SchedulerHook):
         self.spans: WeakKeyDictionary[Request, list[Span]] = WeakKeyDictionary()  # request -> its pictures
         # Of this step: request that may run -> the numbers of the pictures that it encodes.
         self._planned: dict[Request, list[int]] = {}
+        self._found: dict[Request, int] = {}  # of this step: request -> pictures that are there already
 
     def added(self, request: Request) -> None:
         """Raises InvalidRequestError for pictures that do not fit their prompt."""
@@ -104,7 +105,7 @@ class EncoderSchedulerHook(SchedulerHook):
 
     def released(self) -> Iterable[str]:
         """A new step begins."""
-        self._planned = {}
+        self._planned, self._found = {}, {}
         return ()
 
     def limited(self, request: Request, computed: int, num_tokens: int) -> int:
@@ -133,6 +134,8 @@ class EncoderSchedulerHook(SchedulerHook):
         """Must the picture be encoded? Pins it if not."""
         held = request.request_id in self.cache.pinned.get(span.picture, ())
         there = self.cache.pin(span.picture, request.request_id)
+        if there and not held:
+            self._found[request] = self._found.get(request, 0) + 1
         if trace.on and there and not held:
             trace.emit("encoder.cache_hit", req=request.request_id, step=self.scheduler.step, image=number)
         return not there
@@ -164,12 +167,19 @@ class EncoderSchedulerHook(SchedulerHook):
         for request in [each for each in self._planned if each.request_id not in output.num_scheduled_tokens]:
             self._unplan(request)
             self._release(request)
+        self._count(output)
         evicted = self.cache.take_evicted()
         if trace.on and evicted:
             trace.emit("encoder.evicted", step=output.step, images=len(evicted))
         encode = [(request.request_id, number) for request, numbers in self._planned.items() for number in numbers]
         if encode or evicted:
             WORK.put(output.extras, EncoderWork(encode, evicted))
+
+    def _count(self, output: SchedulerOutput) -> None:
+        """In pictures that a request has come to."""
+        hits = sum(count for request, count in self._found.items() if request.request_id in output.num_scheduled_tokens)
+        if queries := hits + sum(map(len, self._planned.values())):
+            self.scheduler.stats.count(mm_cache_queries=queries, mm_cache_hits=hits)
 
     def decided(self, output: SchedulerOutput) -> None:
         """A picture whose places are all computed is not needed any more."""

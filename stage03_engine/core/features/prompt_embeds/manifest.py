@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stage03_engine.args.fields import option
-from stage03_engine.plugins import Feature, Part
+from stage03_engine.plugins import Feature, Part, find
 
 if TYPE_CHECKING:
     from stage03_engine.config import VllmConfig
@@ -39,6 +39,12 @@ class PromptEmbedsFlags:
         return {"scheduler": [SCHEDULER_HOOK], "runner": [RUNNER_HOOK]}
 
 
+def install(app: Any, services: Any) -> None:
+    """The server counts what they hold, if there can be any."""
+    if services.engine.vllm_config.model_config.enable_prompt_embeds and (own := find("server", "prompt_embeds")):
+        own(app, services)
+
+
 FEATURE = Feature(
     name="prompt_embeds",
     help="prompts that are embeddings, in place of tokens",
@@ -47,13 +53,15 @@ FEATURE = Feature(
         "stage03_engine.params.prompt_embeds",
         "stage03_engine.params.embeds_file",
         "stage03_engine.frontend.features.prompt_embeds",
-        "stage02_server.features.prompt_embeds",
     ),
     needs=("embedding_rows",),
     settings={"ModelConfig": PromptEmbedsSwitch, "VllmConfig": PromptEmbedsFlags},
     parts=(
         Part("params", "stage03_engine.params.prompt_embeds:PromptEmbeds"),
-        Part("request", "stage02_server.features.prompt_embeds.fields:PromptEmbedsFields", key="CompletionRequest"),
+        Part("routes", ".manifest:install"),
+        Part(
+            "engine", "stage03_engine.frontend.features.prompt_embeds.forms:embeds_prompt", key="prompt:prompt_embeds"
+        ),
     ),
     events=("embeds.given",),
 )

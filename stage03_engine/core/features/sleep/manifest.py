@@ -56,9 +56,11 @@ class SleepFlags:
 
 
 def install(app: Any, services: Any) -> None:
-    """The routes, for those who may use them: they take the engine away from everybody."""
-    if getattr(services.args, "server_dev_mode", False) and services.engine.vllm_config.model_config.enable_sleep_mode:
-        load("stage02_server.features.sleep.routes:install")(app, services)
+    """The metric, and the routes, for those who may use them: they take the engine away from everybody."""
+    if services.engine.vllm_config.model_config.enable_sleep_mode:
+        load("stage02_server.features.sleep.metrics:install")(app, services)
+        if getattr(services.args, "server_dev_mode", False):
+            load("stage02_server.features.sleep.routes:install")(app, services)
 
 
 FEATURE = Feature(
@@ -71,6 +73,7 @@ FEATURE = Feature(
         Part("call", ".scheduler_hook:sleep", key="sleep"),
         Part("call", ".scheduler_hook:wake_up", key="wake_up"),
         Part("call", ".scheduler_hook:is_awake", key="is_awake"),
+        Part("call", ".scheduler_hook:sleep_level", key="sleep_level"),
         Part("llm", _FRONT + "calls:sleep", key="sleep"),
         Part("llm", _FRONT + "calls:wake_up", key="wake_up"),
         Part("llm", _FRONT + "calls:is_sleeping", key="is_sleeping"),

@@ -92,6 +92,11 @@ def is_awake(core: EngineCore) -> bool:
     return not hook_of(core).asleep
 
 
+def sleep_level(core: EngineCore) -> int:
+    """0: it is awake."""
+    return hook_of(core).level
+
+
 def _tell(core: EngineCore, order: Order) -> None:
     output = SchedulerOutput(core.scheduler.step, [], {}, {}, [], [])
     output.extras = {}

@@ -204,6 +204,8 @@ def search_all(
     Raises InvalidRequestError before anything runs if a prompt or a setting is impossible.
     """
     batch = llm.as_list(prompts)
+    if any(hasattr(prompt, "params") for prompt in batch):
+        raise InvalidRequestError("prompt: only generate takes prompts that are more than tokens.", "prompt")
     adapter = {} if lora_request is None else wanted("engine", "adapter_of", "an adapter")(llm, lora_request)
     settings = msgspec.structs.replace(params.prompt_params(), **adapter)
     requests = [llm.input_processor.process_inputs(llm.next_id(), prompt, settings) for prompt in batch]

@@ -15,7 +15,7 @@ import msgspec
 
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.messages import EngineCoreRequest
-from stage03_engine.plugins import wanted
+from stage03_engine.plugins import find, wanted
 from stage03_engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -36,11 +36,15 @@ class LoRARequest:
 
 
 def plain_prompt(prompt: Any) -> tuple[str | list[int], str | None]:
-    """(what is tokenized, cache_salt). Raises InvalidRequestError for what is none of FORMS."""
+    """(what is tokenized, cache_salt). Raises InvalidRequestError for what is none of FORMS. A feature may know another key, such as
+    `prompt_embeds`; its prompt has `params`, which go into the request's."""
     given = (
         prompt if isinstance(prompt, Mapping) else {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
     )
     text, ids, salt = (given.get(name) for name in _KEYS)
+    made = [form for key in given if isinstance(key, str) and (form := find("engine", f"prompt:{key}")) is not None]
+    if made and isinstance(salt, str | None):
+        return made[0](given), salt
     known = given.keys() <= set(_KEYS) and isinstance(salt, str | None)
     if known and isinstance(ids, list) and all(type(token_id) is int for token_id in ids):
         return ids, salt
@@ -61,6 +65,7 @@ async def request_of(
     """(the request, its text), once the engine has started. Long texts are tokenized in a thread. Raises InvalidRequestError,
     EngineStartError."""
     plain, salt = plain_prompt(prompt)
+    params = msgspec.structs.replace(params, **getattr(plain, "params", {}))
     await started(engine)
     if lora_request is not None:
         choose = wanted("engine", "adapter_of_async", "an adapter")

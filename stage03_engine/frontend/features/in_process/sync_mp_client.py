@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import zmq
@@ -29,7 +30,7 @@ class SyncMPClient(EngineCoreClient):
         self._process = EngineProcess(config)
         self._context = zmq.Context()
         self._input, self._output = bind_sockets(self._context, self._process)
-        self._closed = False
+        self._closed, self._call_ids = False, itertools.count()
         try:
             self.ready = self._process.shake_hands()
             self._input.recv_multipart()  # the engine's empty first message: the ROUTER knows its peer from now on
@@ -49,9 +50,10 @@ class SyncMPClient(EngineCoreClient):
         self._input.send_multipart([self._process.identity, *encode_message(request_type, payload, request_id)])
 
     def call(self, method: str, *args: Any) -> Any:
-        """Only between requests, as in `LLM`: outputs that arrive before the answer are dropped."""
-        self._send(EngineCoreRequestType.UTILITY, UtilityRequest(0, method, args=list(args)))
-        while (result := self.get_output().utility_result) is None:
+        """Only between requests, as in `LLM`: outputs that arrive before the answer are dropped, and so is the answer to a call that was interrupted."""
+        call_id = next(self._call_ids)
+        self._send(EngineCoreRequestType.UTILITY, UtilityRequest(call_id, method, args=list(args)))
+        while (result := self.get_output().utility_result) is None or result.call_id != call_id:
             pass
         if result.error is not None:
             raise InvalidRequestError(result.error)

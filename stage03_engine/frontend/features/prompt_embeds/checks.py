@@ -34,7 +34,7 @@ class PromptEmbedsInputHook(InputHook):
                 raise InvalidRequestError(f"{name} cannot be combined with {FIELD}: {why}.", name)
         if any(token_ids):
             raise wrong("beside embeddings the prompt is as many times token 0, or left out")
-        return token_ids
+        return list(token_ids)
 
     def resolve(self, params: SamplingParams) -> SamplingParams:
         """With the file itself, checked. Raises InvalidRequestError."""

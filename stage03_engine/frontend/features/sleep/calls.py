@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from stage03_engine.errors import InvalidRequestError
 
@@ -13,6 +14,19 @@ if TYPE_CHECKING:
     from stage03_engine.llm import LLM
 
 AWAKE = "The engine is awake: there is nothing to wake up."
+
+
+_watchers: WeakKeyDictionary[AsyncLLM, Callable[[int], None]] = WeakKeyDictionary()
+
+
+def watch(engine: AsyncLLM, show: Callable[[int], None]) -> None:
+    """From now on `show` is called with the level of sleep whenever this process has changed it; 0 is awake."""
+    _watchers[engine] = show
+
+
+async def _tell(engine: AsyncLLM) -> None:
+    if (show := _watchers.get(engine)) is not None:
+        show(await engine.call("sleep_level"))
 
 
 def _list_of(tags: Sequence[str] | None) -> list[str]:
@@ -50,6 +64,7 @@ async def sleep_async(engine: AsyncLLM, level: int = 1) -> None:
         ):  # one of several engines has requests: the others are not to sleep alone
             await engine.call("wake_up", [])
         raise
+    await _tell(engine)
 
 
 async def wake_up_async(engine: AsyncLLM, tags: Sequence[str] | None = None) -> None:
@@ -57,6 +72,7 @@ async def wake_up_async(engine: AsyncLLM, tags: Sequence[str] | None = None) -> 
     if not await is_sleeping_async(engine):
         raise InvalidRequestError(AWAKE)
     await engine.call("wake_up", _list_of(tags))
+    await _tell(engine)
 
 
 async def is_sleeping_async(engine: AsyncLLM) -> bool:

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Generator, Iterable, Mapping
+import signal
+import threading
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkdtemp
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, finalize
 
@@ -44,7 +48,9 @@ def _changing(owner: Any, weights: Iterable[tuple[str, Tensor]]) -> Generator[Ca
         _write(tensors, folder)
         try:
             yield "prepare_weights", (folder,)
-        except InvalidRequestError:  # one of several engines may have closed its door already
+        except GeneratorExit:  # nobody asks for more
+            raise
+        except BaseException:  # the door may be closed already, or that of one of several engines
             yield "keep_weights", ()
             raise
     except BaseException:
@@ -88,20 +94,49 @@ def _write(tensors: dict[str, Tensor], folder: str) -> None:
 
 def update_weights(llm: LLM, weights: Iterable[tuple[str, Tensor]]) -> int:
     """Replace all weights of the model by (name, tensor) pairs, named and shaped as in its checkpoint. Returns their version: 1, 2, ... Raises InvalidRequestError
-    for names, shapes and values that do not fit and while requests run; the old weights stay then, as they do if `weights` itself raises."""
+    for names, shapes and values that do not fit and while requests run; the old weights stay then, as they do if `weights` itself raises. Ctrl-C waits from there
+    on until the engine has the new ones, or keeps the old; a second one does not."""
     change = _changing(llm, weights)
+    call = next(change)
+    with signals_wait():
+        try:
+            while True:
+                try:
+                    llm.call(call[0], *call[1])
+                except BaseException as error:
+                    call = change.throw(error)
+                else:
+                    call = next(change)
+        except StopIteration as end:
+            version: int = end.value
+            return version
+
+
+@contextmanager
+def signals_wait() -> Iterator[None]:
+    """What a signal's handler does, such as raising KeyboardInterrupt, it does after the block. A second signal of that kind does not wait: the first one may
+    have been sent because the block does not end."""
+    noted: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if number not in noted:
+            noted.append(number)
+            return
+        noted.remove(number)
+        handlers[number](number, frame)
+
+    in_main = threading.current_thread() is threading.main_thread()  # only there do handlers run
+    found = {number: signal.getsignal(number) for number in signal.valid_signals()} if in_main else {}
+    handlers = {int(number): handler for number, handler in found.items() if callable(handler)}
+    for number in handlers:
+        signal.signal(number, note)
     try:
-        call = next(change)
-        while True:
-            try:
-                llm.call(call[0], *call[1])
-            except InvalidRequestError as error:
-                call = change.throw(error)
-            else:
-                call = next(change)
-    except StopIteration as end:
-        version: int = end.value
-        return version
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in noted:
+            handlers[number](number, None)
 
 
 async def update_weights_async(engine: AsyncLLM, weights: Iterable[tuple[str, Tensor]]) -> int:
@@ -124,7 +159,7 @@ async def _update(engine: AsyncLLM, weights: Iterable[tuple[str, Tensor]]) -> in
     change = _changing(engine, weights)
     done = object()
 
-    def step(error: InvalidRequestError | None = None) -> Any:
+    def step(error: Exception | None = None) -> Any:
         try:
             return next(change) if error is None else change.throw(error)
         except StopIteration as end:
@@ -134,7 +169,7 @@ async def _update(engine: AsyncLLM, weights: Iterable[tuple[str, Tensor]]) -> in
     while call[0] is not done:
         try:
             await engine.call(call[0], *call[1])
-        except InvalidRequestError as error:
+        except Exception as error:
             call = await asyncio.to_thread(step, error)
         else:
             call = await asyncio.to_thread(step)

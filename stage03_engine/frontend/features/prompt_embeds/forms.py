@@ -1,0 +1,30 @@
+"""`{"prompt_embeds": tensor}`, as callers in Python write such a prompt (vllm/inputs: EmbedsPrompt)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from stage03_engine.params.embeds_file import FIELD, layout_of, wrong
+
+
+class EmbedsPrompt(list[int]):
+    """As many placeholders as there are embeddings."""
+
+    def __init__(self, file: bytes) -> None:
+        super().__init__([0] * layout_of(file[: 8 + 4096], len(file)).num_tokens)
+        self.params = {FIELD: file}
+        """What the request's SamplingParams get."""
+
+
+def embeds_prompt(given: Mapping[str, Any]) -> EmbedsPrompt:
+    """Raises InvalidRequestError for anything but a tensor [num_tokens, hidden_size], alone or with a cache_salt."""
+    import torch
+    from safetensors.torch import save
+
+    if more := given.keys() - {FIELD, "cache_salt"}:
+        raise wrong(f"a prompt of embeddings has no {str(min(more, key=str))[:100]!r} beside them")
+    rows = given[FIELD]
+    if not isinstance(rows, torch.Tensor):
+        raise wrong(f"this is no tensor, but {type(rows).__name__}")
+    return EmbedsPrompt(save({"x": rows.detach().to("cpu").contiguous()}))
