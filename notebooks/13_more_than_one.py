@@ -440,6 +440,9 @@ lab.compare(requests_of_each=sorted(shares.values()), between_the_engines=betwee
 # Nothing crosses between engines: for a token the same crosses as with one engine, a share of the message that each step sends to the front end
 # (notebook [07](07_into_the_engine.ipynb)). So data parallelism scales as far as there are requests and devices. Its price is memory (each engine has all weights) and that a single request becomes no faster.
 #
+# Which engine gets a request? Here it was the least busy one. A chat's next turn is better off where its history is cached, unless too many wait there: `--data-parallel-routing prefix`.
+# What that gains, and where it loses, is measured in [exercise 18](exercises/ex18_routing/README.md), where you write the choice yourself: `stages course start 18`.
+#
 # ## A folder between engines
 #
 # What one engine has computed, another one computes again: each has a KV cache of its own. Unless they share a folder. With `--kv-transfer-config` each full

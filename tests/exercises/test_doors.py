@@ -16,7 +16,7 @@ from stage01_cli.tools.course.exercises import Exercise, exercises
 from stage01_cli.tools.own_server import own_server
 from stagetrace.check.difference import compare
 
-SHARED = ((1, 2, 3, 5, 6, 9, 10, 13, 15), (7, 12), (11, 8), (14, 4, 17), (16,))
+SHARED = ((1, 2, 3, 5, 6, 9, 10, 13, 15), (7, 12), (11, 8), (14, 4, 17), (16,), (18,))
 """Exercises that share a server: their parts replace different things. Of flags that gainsay each other the last one counts."""
 PASSED_ON = "from {module} import {name} as _reference\n\n\nclass {name}(_reference):\n    pass\n"
 TAKEN = "from {module} import {name}\n"

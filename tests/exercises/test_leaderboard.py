@@ -1,9 +1,10 @@
-"""The committed leaderboard of exercise 12 is what its policies score, and the script that a reader runs enters theirs."""
+"""The committed leaderboards of exercises 12 and 18 are what their policies score, and the scripts that a reader runs enter theirs."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -59,3 +60,31 @@ def test_a_file_that_is_not_there_is_said_in_one_line(
     with pytest.raises(SystemExit):
         score.main()
     assert "stages course start 12" in capsys.readouterr().err
+
+
+ROUTING = find(18).folder
+routing = load(ROUTING / "score.py")
+
+
+def test_the_leaderboard_of_routers_is_what_they_score() -> None:
+    committed = json.loads((ROUTING / "leaderboard.json").read_text(encoding="utf-8"))
+    assert committed == routing.house_board()
+    assert "\n".join(routing.table(committed)) in (ROUTING / "README.md").read_text(encoding="utf-8")
+
+
+def test_a_router_is_entered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    board = tmp_path / "work" / "leaderboard.json"
+    file = ROUTING / "mutants" / "longest_prefix.py"
+    monkeypatch.setattr(sys, "argv", ["score.py", str(file), "--name", "mine", "--board", str(board)])
+    assert routing.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    [mine, theirs] = [line.split() for line in lines if line.startswith(("mine", "longest prefix"))]
+    assert sorted(mine[-9:]) == sorted(theirs[-9:]) and list(json.loads(board.read_text(encoding="utf-8"))) == ["mine"]
+
+
+@pytest.mark.parametrize("seed", ["", "autumn", "2026"])
+@pytest.mark.parametrize("load_of", routing.LOADS.values(), ids=routing.LOADS)
+def test_a_class_can_have_routers_loads_of_its_own(load_of: Callable[..., object], seed: str) -> None:
+    assert load_of(seed) == load_of(seed) != load_of(f"{seed}+")

@@ -34,6 +34,7 @@ PLANTED = {
     15: ("one_n_for_the_batch", "the answer to r1 differs"),
     16: ("a_cache_for_each_seat", "the answer to"),
     17: ("one_adapter_per_step", "the answer to"),
+    18: ("least_busy", "fewer tokens found in the prefix cache"),
 }
 """Exercise -> a mutant of its folder, or a text below, and words of the first difference."""
 

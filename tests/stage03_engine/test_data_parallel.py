@@ -34,11 +34,12 @@ from stage03_engine.args.cpu import find_cores
 from stage03_engine.errors import ConfigError, EngineDeadError, EngineStartError, InvalidRequestError
 from stage03_engine.frontend.async_llm import AsyncLLM
 from stage03_engine.frontend.features.data_parallel import coordinator as coordinator_module, devices
-from stage03_engine.frontend.features.data_parallel.balancing import MOST_BEHIND, Balancer, PrefixIndex
+from stage03_engine.frontend.features.data_parallel.balancing import MOST_BEHIND, Balancer
 from stage03_engine.frontend.features.data_parallel.client import DPLBAsyncMPClient, ScalingError
 from stage03_engine.frontend.features.data_parallel.coordinator import CountsLink, DPCoordinator, EngineCounts
 from stage03_engine.frontend.features.data_parallel.engine import EngineState, share_of
 from stage03_engine.frontend.features.data_parallel.in_flight import LOST, MOST_DEATHS, InFlight
+from stage03_engine.frontend.features.data_parallel.prefix_index import PrefixIndex
 from stage03_engine.frontend.features.data_parallel.restart import WINDOW_SECONDS, RestartLimit
 from stage03_engine.frontend.features.data_parallel.totals import Totals
 from stage03_engine.frontend.features.dead_folders.dead_folders import remove_dead_folders
@@ -192,48 +193,6 @@ def test_by_prefix_nobody_is_far_behind_the_idlest(sent: list[tuple[int, int]]) 
         scores = {each: load.score for each, load in balancer.loads.items()}
         choice = balancer.choose(request("r", [stem] * 12 + [own] * 4))
         assert choice is not None and scores[choice.engine] <= min(scores.values()) + MOST_BEHIND
-
-
-def test_by_prefix_finds_the_longest_and_forgets_the_longest_unused() -> None:
-    index = PrefixIndex(4)
-    index.join(0, 3)
-    long, short = index.hashes(request("r", list(range(12)))), index.hashes(request("r", [0, 1, 2, 3, 9, 9, 9, 9, 9]))
-    assert len(long) == 3 and len(short) == 2 and long[0] == short[0]
-    assert index.hashes(request("r", [0] * 3)) == []
-    salted = request("r", list(range(12)))
-    salted.cache_salt = "mine"
-    assert not set(index.hashes(salted)) & set(long)
-    index.add(0, long)
-    assert (index.num_known(0, long), index.num_known(0, short)) == (3, 1)
-    index.add(0, short)  # one block too many: the end of the older prompt goes
-    assert (index.num_known(0, long), index.num_known(0, short)) == (2, 2)
-    index.reset()
-    assert index.num_known(0, long) == 0
-
-
-def test_prefix_routing_computes_less() -> None:
-    """Eight conversations, each with a beginning of its own, that fit into all caches together, but not into each: how many blocks
-    their engine has already."""
-    rng = random.Random(3)
-    turns = [(talk, turn) for turn in range(6) for talk in range(8)]
-    hits = {}
-    for routing in ("load", "prefix"):
-        balancer, caches = Balancer(PrefixIndex(4) if routing == "prefix" else None), [PrefixIndex(4) for _ in range(3)]
-        for engine, cache in enumerate(caches):
-            balancer.join(engine, 24)
-            cache.join(engine, 24)
-        found = 0
-        for talk, turn in turns:
-            made = request("r", [talk] * (8 + 4 * turn))
-            choice = balancer.choose(made)
-            assert choice is not None
-            hashes = caches[choice.engine].hashes(made)
-            found += caches[choice.engine].num_known(choice.engine, hashes)
-            caches[choice.engine].add(choice.engine, hashes)
-            for load in balancer.loads.values():  # all but the newest have ended, here and there
-                load.seen(0, rng.randint(0, 1), 0)
-        hits[routing] = found
-    assert hits["prefix"] > 1.5 * hits["load"], hits
 
 
 def test_aborts_and_outputs_belong_to_the_engine_that_has_the_request() -> None:

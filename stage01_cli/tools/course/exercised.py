@@ -40,6 +40,7 @@ COUNTS = {
     "mixed_adapters": "steps with rows of two adapters",
     "placed": "adapters brought into a place",
     "calls": "calls of the engine at once",
+    "engines": "engines that got requests",
     "exchanges": "exchanges between workers",
     "workers": "workers",
     "from_flags": "settings from the command line",
@@ -50,6 +51,10 @@ COUNTS = {
 """Name -> in words."""
 _PLURAL = re.compile(r"(\w)s\b")
 _RULES = {"budget": "waits_for_budget", "blocks": "waits_for_blocks", "max_num_seqs": "waits_for_seats"}
+_EVENTS = {
+    "sched.preempt": "preemptions", "kv.evicted": "evictions", "kv.reset": "calls", "request.aborted": "aborts",
+    "request.stop_matched": "stops", "lora.placed": "placed",
+}  # fmt: skip
 _SOURCES = {"command line": "from_flags", "environment": "from_variables", "config file": "from_file"}
 
 
@@ -61,12 +66,15 @@ class _Counting:
         self.prompts: dict[str, int] = {}
         self.kinds: dict[tuple[int, int | None], set[str]] = defaultdict(set)  # of a step: prefill, decode
         self.workers = set[int]()
+        self.engines = set[int]()
         self.collected, self.yielded = Counter[str](), Counter[str]()
 
     def feed(self, event: Event) -> None:
         """The next event."""
         args, found = event.args, self.found
         match event.name:
+            case name if name in _EVENTS:
+                found[_EVENTS[name]] += 1
             case "sched.queued":
                 self.prompts[event.req or ""] = args["num_prompt_tokens"]
                 found["clients"] += 1
@@ -78,19 +86,9 @@ class _Counting:
                 self._scheduled(event)
             case "sched.held_back" if args["rule"] in _RULES:
                 found[_RULES[args["rule"]]] += 1
-            case "sched.preempt":
-                found["preemptions"] += 1
             case "sched.prefix_hit":
                 found["prefix_hits"] += 1
                 found["hit_tokens"] += args["num_tokens"]
-            case "kv.evicted":
-                found["evictions"] += 1
-            case "kv.reset":
-                found["calls"] += 1
-            case "request.aborted":
-                found["aborts"] += 1
-            case "request.stop_matched":
-                found["stops"] += 1
             case "request.detokenized":
                 found["held_text"] += args["num_tokens"] > 0 and args["characters"] == 0
             case "request.collected":
@@ -106,8 +104,8 @@ class _Counting:
                 found["rejected"] += args["drafted"] - args["accepted"]
             case "lora.rows":
                 found["mixed_adapters"] += len(args["rows"]) > 1
-            case "lora.placed":
-                found["placed"] += 1
+            case "dp.routed":
+                self.engines.add(args["engine"])
             case "worker.collective":
                 found["exchanges"] += 1
                 self.workers.add(event.pid)
@@ -124,6 +122,7 @@ class _Counting:
         """The counts, at the end of the run."""
         self.found["mixed_steps"] = sum(len(kinds) == 2 for kinds in self.kinds.values())
         self.found["workers"] = len(self.workers)
+        self.found["engines"] = len(self.engines)
         self.found["merged"] = sum(max(0, number - self.yielded[req]) for req, number in self.collected.items())
         return self.found
 

@@ -31,6 +31,8 @@ class Serving:
     exercises   names of exercised.COUNTS, and how many of each a run must show at least, or it proves nothing
     together    the front end hears of so many steps of the engine at once, as a slow one does
     compare     "decisions" (and answers), or only "answers" where decisions are the reader's own
+    no_less     then, names of exercised.COUNTS in which the part must not fall behind the reference
+    pace        "engine": it keeps the load's pace, step by step; "clients": they do, where there are several engines
     """
 
     flags: tuple[str, ...] = ()
@@ -40,6 +42,8 @@ class Serving:
     exercises: dict[str, int] = field(default_factory=dict)
     together: int = 1
     compare: str = "decisions"
+    no_less: tuple[str, ...] = ()
+    pace: str = "engine"
     prepare: str = ""  # module:function, called with the path of the part; gives further flags
     after: str = ""  # a function of the reader's file: it is given the run's events, and must find nothing
 
@@ -48,7 +52,14 @@ def _serving(values: dict[str, Any]) -> Serving:
     """Raises ValueError for what is not known, as a count that nobody counts, and for a value of another kind."""
     if unknown := [name for name in values if name not in {each.name for each in fields(Serving)}]:
         raise ValueError(f"[serve] has no {unknown[0]!r}")
-    for key, kind in {"flags": list, "load": list, "environment": dict, "config": dict, "exercises": dict}.items():
+    for key, kind in {
+        "flags": list,
+        "load": list,
+        "environment": dict,
+        "config": dict,
+        "exercises": dict,
+        "no_less": list,
+    }.items():
         if not isinstance(values.get(key, kind()), kind):
             raise ValueError(f"{key} = {values[key]!r} must be a {'list' if kind is list else 'table'}")
     for key in ("prepare", "after"):
@@ -62,12 +73,16 @@ def _serving(values: dict[str, Any]) -> Serving:
     check_number("together", values.get("together", 1), 1)
     if values.get("compare", "decisions") not in ("decisions", "answers"):
         raise ValueError(f"compare = {values['compare']!r} must be 'decisions' or 'answers'")
+    if values.get("pace", "engine") not in ("engine", "clients"):
+        raise ValueError(f"pace = {values['pace']!r} must be 'engine' or 'clients'")
     rows = values.get("load", [])
     if not all(isinstance(row, dict) for row in rows) or not any("path" not in row for row in rows):
         raise ValueError("[[serve.load]] must be tables, and one of them a completion, without a path")
-    if unknown := [name for name in values.get("exercises", {}) if name not in COUNTS]:
-        raise ValueError(f"[serve.exercises] counts {unknown[0]}, which course/exercised.py does not know")
-    return Serving(**values | {"flags": tuple(values.get("flags", ())), "load": asks(rows)})
+    counted = [*values.get("exercises", {}), *values.get("no_less", ())]
+    if unknown := [name for name in counted if name not in COUNTS]:
+        raise ValueError(f"[serve] counts {unknown[0]}, which course/exercised.py does not know")
+    lists = {key: tuple(values.get(key, ())) for key in ("flags", "no_less")}
+    return Serving(**values | lists | {"load": asks(rows)})
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """What `serve` asks the server with the reader's part: the load of an `exercise.toml`, and the clients that bring it.
 
-All clients send at once. In which step a request then joins, and after which token a client has left, is the load's to say and the engine's
+All clients send at once, unless they keep the pace themselves (`pace = "clients"`). In which step a request then joins, and after which token a client has left, is the load's to say and the engine's
 to keep (pace.py): no client sleeps, and none is too early or too late.
 """
 
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import string
+import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
@@ -169,14 +171,38 @@ def clients(server: OwnServer, number: int) -> Iterator[ThreadPoolExecutor]:
             raise
 
 
-def ask_all(server: OwnServer, load: tuple[Ask, ...]) -> dict[str, Answer]:
-    """Bring the load, a client for each request. Raises EngineStartError for the first that ends with an error, SilentError (one of
+class _Turns:
+    """Clients that wait for each other, as `after` says: where there are several engines, none of them knows of all requests."""
+
+    def __init__(self, load: tuple[Ask, ...]) -> None:
+        self._after = {ask.name: ask.after for ask in load}
+        self._tokens, self._ended = Counter[str](), set[str]()
+        self._changed = threading.Condition()
+
+    def wait(self, ask: Ask) -> None:
+        """Until the other one has so many tokens, or has ended."""
+        name, _, count = self._after[ask.name].partition(":")
+        with self._changed:
+            while name and self._tokens[name] < int(count) and name not in self._ended:
+                self._changed.wait()
+
+    def saw(self, ask: Ask, num_tokens: int, ended: bool = False) -> None:
+        """Its client has so many tokens."""
+        with self._changed:
+            self._tokens[ask.name] = num_tokens
+            if ended:
+                self._ended.add(ask.name)
+            self._changed.notify_all()
+
+
+def ask_all(server: OwnServer, load: tuple[Ask, ...], pace: str = "engine") -> dict[str, Answer]:
+    """Bring the load, a client for each request. `pace`: who keeps it. Raises EngineStartError for the first that ends with an error, SilentError (one of
     them) if the server computes and computes."""
     calls = [ask for ask in load if ask.call for _ in range(ask.call)]
     engine = [ask for ask in load if ask.for_engine]
-    heard = _Heard()
+    heard, turns = _Heard(), _Turns(load) if pace == "clients" else None
     with clients(server, len(engine) + len(calls)) as pool:
-        streams = {ask.name: pool.submit(_stream, server, ask, heard) for ask in engine}
+        streams = {ask.name: pool.submit(_stream, server, ask, heard, turns) for ask in engine}
         called = {f"call {number}": pool.submit(_post, server, ask) for number, ask in enumerate(calls)}
         found = heard.results({**streams, **called})
         answers: dict[str, Answer] = {name: found[name] for name in streams}
@@ -191,8 +217,21 @@ def ask_all(server: OwnServer, load: tuple[Ask, ...]) -> dict[str, Answer]:
     return answers
 
 
-def _stream(server: OwnServer, ask: Ask, heard: _Heard) -> Answer:
+def _stream(server: OwnServer, ask: Ask, heard: _Heard, turns: _Turns | None) -> Answer:
+    if turns is None:
+        return _read(server, ask, heard)
     answer = Answer()
+    try:
+        turns.wait(ask)
+        return _read(server, ask, heard, answer, turns)
+    finally:
+        turns.saw(ask, len(answer.token_ids), ended=True)
+
+
+def _read(
+    server: OwnServer, ask: Ask, heard: _Heard, answer: Answer | None = None, turns: _Turns | None = None
+) -> Answer:
+    answer = Answer() if answer is None else answer
     with closing(server.events(ask.sent(), ask.name)) as events:  # to close it is to leave
         for event in events:
             [choice] = event["choices"]
@@ -201,6 +240,8 @@ def _stream(server: OwnServer, ask: Ask, heard: _Heard) -> Answer:
             answer.text += choice["text"]
             answer.token_ids += choice["token_ids"] or []
             answer.logprobs += _logprobs(choice.get("logprobs"))
+            if turns is not None:
+                turns.saw(ask, len(answer.token_ids))
             if choice["finish_reason"]:
                 stop = choice["stop_reason"]
                 answer.ended = choice["finish_reason"] + (f" {stop!r}" if stop is not None else "")

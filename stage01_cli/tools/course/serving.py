@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stage01_cli.tools.course.differences import of_answers, of_decisions, of_settings, plain
-from stage01_cli.tools.course.exercised import exercised, in_words, missing
+from stage01_cli.tools.course.exercised import COUNTS, exercised, in_words, missing
 from stage01_cli.tools.course.exercises import ROOT, Exercise, in_project
 from stage01_cli.tools.course.load import SILENCE, Answer, SilentError, ask_all, clients, for_the_engine
 from stage01_cli.tools.course.own import open_names
@@ -133,11 +133,11 @@ def record(exercise: Exercise, solution: Path | None, folder: Path) -> Run:
     if serve.config:
         config.write_text(json.dumps(serve.config), encoding="utf-8")  # JSON is YAML
         flags += ["--config", str(config)]
-    environment = {LOAD: for_the_engine(serve.load, serve.together)}
+    environment = {LOAD: for_the_engine(serve.load, serve.together)} if serve.pace == "engine" else {}
     server: OwnServer | None = None
     try:
         with serving(exercise, solution, *flags, environment=environment) as server:
-            answers = ask_all(server, serve.load)
+            answers = ask_all(server, serve.load, serve.pace)
     except SilentError as error:
         if solution is None:
             raise
@@ -243,6 +243,10 @@ def differences(exercise: Exercise, right: Run, own: Run) -> Iterator[str]:
     if found or exercise.serve.compare == "answers":
         yield from (f"your trace breaks a rule: {plain(str(each))}" for each in check(own.trace).findings[:RULES])
     yield from of_answers(right.answers, own.answers)
+    theirs, mine = (exercised(each.trace, exercise.serve.load, each.answers) for each in (right, own))
+    for name in exercise.serve.no_less:
+        if mine.get(name, 0) < theirs.get(name, 0):
+            yield f"fewer {COUNTS[name]}: A {theirs[name]}, B {mine.get(name, 0)}"
 
 
 def finds_nothing(exercise: Exercise, solution: Path, own: Path) -> bool:

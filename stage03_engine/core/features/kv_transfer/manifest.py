@@ -104,6 +104,15 @@ class KVTransferFlags:
         return [("offloaded_blocks", size, how, config.device_config.device == "cpu")]
 
     @staticmethod
+    def kept_blocks(config: VllmConfig) -> int:
+        """So many copies of blocks an engine finds in memory when its prefix cache has lost them."""
+        if config.kv_transfer_config.scheduler_side != _OFFLOADING:
+            return 0
+        from stage03_engine.core.features.kv_transfer.offloading import num_cpu_blocks
+
+        return num_cpu_blocks(config)
+
+    @staticmethod
     def hooks(config: VllmConfig) -> dict[str, list[str]]:
         """The scheduler finds blocks, the runner copies them."""
         if config.kv_transfer_config.scheduler_side is None:

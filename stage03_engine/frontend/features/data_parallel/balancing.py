@@ -1,15 +1,15 @@
 """Which engine a request goes to: the least busy one, or the one that has cached the longest prefix of its prompt.
 
 Source: vllm/v1/engine/core_client.py (DPLBAsyncMPClient.get_core_engine_for_request). Routing by prefix is what vLLM leaves to
-routers in front of several servers.
+routers in front of several servers. What the engines have cached is in prefix_index.py.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
+from stage03_engine.frontend.features.data_parallel.prefix_index import PrefixIndex
 from stage03_engine.messages import EngineCoreRequest
 
 WAITING_WEIGHT = 4
@@ -40,54 +40,27 @@ class EngineLoad:
         self.waiting, self.running = max(waiting, own - running), running
 
 
-class PrefixIndex:
-    """What the engines should have in their prefix caches, judging by the prompts that were sent to them.
+@dataclass(frozen=True)
+class Candidate:
+    """An engine that takes requests, when one comes."""
 
-    A hash stands for all tokens up to the end of its block. Python's own hash will do: a collision would only send a request to a worse
-    engine. The index forgets hashes in the order in which a cache evicts blocks: least recently used first, the end of a prompt
-    before its beginning.
-    """
+    engine: int  # its number
+    waiting: int
+    running: int
+    cached_blocks: int = 0  # of the prompt's first blocks, those that it should have cached
 
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
-        self._capacity: dict[int, int] = {}
-        self._known: dict[int, OrderedDict[int, None]] = {}
+    @property
+    def score(self) -> int:
+        """As that of its EngineLoad."""
+        return self.waiting * WAITING_WEIGHT + self.running
 
-    def join(self, engine: int, num_blocks: int) -> None:
-        """A new engine, with an empty cache of this many blocks."""
-        self._capacity[engine], self._known[engine] = max(1, num_blocks), OrderedDict()
 
-    def leave(self, engine: int) -> None:
-        """The engine takes no more requests."""
-        self._known.pop(engine, None)
-
-    def reset(self) -> None:
-        """All caches are empty again."""
-        for known in self._known.values():
-            known.clear()
-
-    def hashes(self, request: EngineCoreRequest) -> list[int]:
-        """A hash for each full block of the prompt."""
-        tokens, size = request.prompt_token_ids, self._block_size
-        made, parent = list[int](), hash(request.cache_salt)
-        for start in range(0, len(tokens) - size + 1, size):
-            parent = hash((parent, *tokens[start : start + size]))
-            made.append(parent)
-        return made
-
-    def num_known(self, engine: int, hashes: list[int]) -> int:
-        """How many of the first blocks the engine should have cached."""
-        known = self._known[engine]
-        return next((count for count, each in enumerate(hashes) if each not in known), len(hashes))
-
-    def add(self, engine: int, hashes: list[int]) -> None:
-        """The engine gets a prompt with these blocks."""
-        known = self._known[engine]
-        for each in reversed(hashes):
-            known[each] = None
-            known.move_to_end(each)
-        while len(known) > self._capacity[engine]:
-            known.popitem(last=False)
+def choose_engine(candidates: Sequence[Candidate], prompt_blocks: int) -> int:
+    """The engine that has cached most of the prompt, among those that are at most MOST_BEHIND above the lowest score. Of equals the
+    least busy one, and of these the lowest number."""
+    most = min(each.score for each in candidates) + MOST_BEHIND
+    near = [each for each in candidates if each.score <= most]
+    return min(near, key=lambda each: (-each.cached_blocks, each.score, each.engine)).engine
 
 
 @dataclass(frozen=True)
@@ -96,20 +69,24 @@ class Choice:
 
     engine: int
     cached_blocks: int = 0
+    hashes: list[int] = field(default_factory=list)  # of the prompt's full blocks; with `prefixes` only
+    last_used: list[int] = field(default_factory=list)  # of the cached ones: see PrefixIndex
 
 
 class Balancer:
     """Knows how busy each engine is that takes requests, and with `prefixes` what it has cached."""
 
-    def __init__(self, prefixes: PrefixIndex | None = None) -> None:
+    def __init__(
+        self, prefixes: PrefixIndex | None = None, choose: Callable[[Sequence[Candidate], int], int] | None = None
+    ) -> None:
         self.loads: dict[int, EngineLoad] = {}
-        self._prefixes = prefixes
+        self._prefixes, self._choose = prefixes, choose or choose_engine
 
-    def join(self, engine: int, num_blocks: int) -> None:
-        """This idle engine takes requests from now on."""
+    def join(self, engine: int, num_blocks: int, kept: int = 0) -> None:
+        """This idle engine takes requests from now on. `kept`: see PrefixIndex."""
         self.loads[engine] = EngineLoad()
         if self._prefixes is not None:
-            self._prefixes.join(engine, num_blocks)
+            self._prefixes.join(engine, num_blocks, kept)
 
     def leave(self, engine: int) -> None:
         """The engine takes no more requests. May be called twice."""
@@ -117,29 +94,37 @@ class Balancer:
         if self._prefixes is not None:
             self._prefixes.leave(engine)
 
-    def caches_are_empty(self) -> None:
-        """All prefix caches have been reset."""
+    def cache_is_empty(self, engine: int) -> None:
+        """Its prefix cache has been reset."""
         if self._prefixes is not None:
-            self._prefixes.reset()
+            self._prefixes.reset(engine)
 
     def choose(self, request: EngineCoreRequest) -> Choice | None:
         """Choose the engine for this request, and count the request there. None if no engine is ready. Ties go to the lowest number."""
         if not self.loads:
             return None
-        choice = Choice(min(sorted(self.loads), key=self._score))
-        if self._prefixes is not None:
-            hashes = self._prefixes.hashes(request)
-            choice = self._with_prefix(self._prefixes, hashes, choice)
-            self._prefixes.add(choice.engine, hashes)
+        if self._prefixes is None:
+            choice = Choice(min(sorted(self.loads), key=lambda engine: self.loads[engine].score))
+        else:
+            choice = self._by_prefix(request, self._prefixes)
         self.loads[choice.engine].sent()
         return choice
 
-    def _with_prefix(self, prefixes: PrefixIndex, hashes: list[int], idlest: Choice) -> Choice:
-        most = self._score(idlest.engine) + MOST_BEHIND
-        near: Iterable[int] = (engine for engine in sorted(self.loads) if self._score(engine) <= most)
-        known = {engine: prefixes.num_known(engine, hashes) for engine in near}
-        best = max(known, key=lambda engine: (known[engine], -self._score(engine)))
-        return Choice(best, known[best]) if known[best] else idlest
+    def _by_prefix(self, request: EngineCoreRequest, prefixes: PrefixIndex) -> Choice:
+        hashes = prefixes.hashes(request)
+        known = {engine: prefixes.last_used(engine, hashes, request) for engine in sorted(self.loads)}
+        loads = [(each, self.loads[each]) for each in known]
+        candidates = [Candidate(n, load.waiting, load.running, len(known[n])) for n, load in loads]
+        engine = self._choose(candidates, len(hashes))
+        prefixes.sent(engine, hashes)
+        return Choice(engine, len(known[engine]), hashes, known[engine])
 
-    def _score(self, engine: int) -> int:
-        return self.loads[engine].score
+    def began(self, choice: Choice, num_cached_tokens: int) -> None:
+        """The request's first token is there, and the engine says how much of its prompt it had cached."""
+        if self._prefixes is not None and choice.last_used:
+            self._prefixes.found(choice.engine, choice.last_used, num_cached_tokens)
+
+    def ended(self, choice: Choice, request: EngineCoreRequest, answer: list[int]) -> None:
+        """Its blocks are free from now on, and the answer's are cached too."""
+        if self._prefixes is not None:
+            self._prefixes.ended(choice.engine, choice.hashes, request, answer)

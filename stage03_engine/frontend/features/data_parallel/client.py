@@ -23,7 +23,7 @@ import zmq
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import EngineDeadError, StagesError
 from stage03_engine.frontend.core_client import AsyncEngineCoreClient
-from stage03_engine.frontend.features.data_parallel.balancing import Balancer, PrefixIndex
+from stage03_engine.frontend.features.data_parallel.balancing import Balancer
 from stage03_engine.frontend.features.data_parallel.coordinator import CountsLink, EngineCounts
 from stage03_engine.frontend.features.data_parallel.engine import (
     DPAsyncMPClient,
@@ -33,15 +33,19 @@ from stage03_engine.frontend.features.data_parallel.engine import (
     share_of,
 )
 from stage03_engine.frontend.features.data_parallel.in_flight import InFlight
+from stage03_engine.frontend.features.data_parallel.prefix_index import PrefixIndex
 from stage03_engine.frontend.features.data_parallel.restart import NodeLostError, RestartLimit
 from stage03_engine.frontend.features.data_parallel.states import states_event
 from stage03_engine.frontend.features.data_parallel.totals import Totals
 from stage03_engine.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady, FinishReason, SchedulerStats
+from stage03_engine.mixins import each as each_part
 from stage03_engine.tracing import trace_message
 from stagetrace import trace
 
 logger = logging.getLogger(__name__)
 WATCH, UNWATCH = "watch_scheduler", "unwatch_scheduler"
+EMPTIES = ("reset_prefix_cache", "sleep", "update_weights")
+"""Calls after which an engine's prefix cache is empty."""
 
 
 class ScalingError(Exception):
@@ -76,8 +80,7 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
         self._engines: dict[int, Engine] = {}
         self._requests: dict[str, InFlight] = {}
         self._held: dict[str, InFlight] = {}  # while no engine is ready
-        by_prefix = settings.data_parallel_routing == "prefix"
-        self._balancer = Balancer(PrefixIndex(config.cache_config.block_size) if by_prefix else None)
+        self._balancer = Balancer(PrefixIndex.of(config))
         self._limit = limit or RestartLimit(settings.data_parallel_restart)
         self._counts = counts
         self._outputs: asyncio.Queue[EngineCoreOutputs | EngineDeadError] = asyncio.Queue()
@@ -148,7 +151,7 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
         engine.owes_since = None
         self._now(engine, EngineState.READY)
         engine.num_gpu_blocks = ready.num_gpu_blocks
-        self._balancer.join(engine.index, ready.num_gpu_blocks)
+        self._balancer.join(engine.index, ready.num_gpu_blocks - 1, self._kept_blocks())
         engine.reader = self._in_background(self._read(engine))
         if self._is_watched:
             self._in_background(self._watch_again(engine))
@@ -157,6 +160,10 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
         while self._held and self.num_ready:
             first = next(iter(self._held))
             await self._send(self._held.pop(first))
+
+    def _kept_blocks(self) -> int:
+        """Copies of blocks that an engine keeps besides its cache."""
+        return max((kept(self._config) for kept in each_part(VllmConfig, "kept_blocks")), default=0)
 
     async def _prepare(self, engine: Engine) -> None:
         """If it dies meanwhile, whoever reads its outputs hears of it."""
@@ -207,7 +214,7 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
             self._held[request.request_id] = in_flight
             return
         engine, load = self._engines[choice.engine], self._balancer.loads[choice.engine]
-        in_flight.engine = engine.index
+        in_flight.choice = choice
         engine.num_requests += 1
         engine.owes_since = self.clock() if engine.owes_since is None else engine.owes_since
         if trace.on:
@@ -241,6 +248,8 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
         if in_flight is None:
             return None
         self._held.pop(request_id, None)
+        if in_flight.choice is not None and in_flight.has_begun:
+            self._balancer.ended(in_flight.choice, in_flight.request, in_flight.tokens)
         if in_flight.engine is not None and (engine := self._engines.get(in_flight.engine)) is not None:
             engine.num_requests -= 1
             if engine.num_requests == 0:
@@ -254,8 +263,11 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
         if method in (WATCH, UNWATCH):
             self._is_watched = method == WATCH
             self._tell_watchers()
-        asked = [engine.client.call(method, *args) for engine in self._alive]
-        answers = await asyncio.gather(*asked, return_exceptions=True)
+        asked = self._alive
+        answers = await asyncio.gather(*(each.client.call(method, *args) for each in asked), return_exceptions=True)
+        for engine, answer in zip(asked, answers):
+            if method in EMPTIES and answer is True:
+                self._balancer.cache_is_empty(engine.index)
         for answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, EngineDeadError):
                 raise answer
@@ -264,8 +276,6 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
         ]  # who died meanwhile has no answer
         if not done and method not in (WATCH, UNWATCH):
             raise EngineDeadError("No engine is ready.")
-        if method == "reset_prefix_cache" and all(done):
-            self._balancer.caches_are_empty()
         return done[0] if done and not isinstance(done[0], bool) else all(done)
 
     async def get_output_async(self) -> EngineCoreOutputs:
@@ -287,8 +297,10 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
         outputs.engine_index, passed = engine.index, []
         for output in outputs.outputs:
             in_flight = self._requests.get(output.request_id)
-            if in_flight is None or in_flight.engine != engine.index:
+            if in_flight is None or (choice := in_flight.choice) is None or choice.engine != engine.index:
                 continue  # aborted, or on another engine by now
+            if output.new_token_ids and not in_flight.has_begun:
+                self._balancer.began(choice, output.num_cached_tokens)
             new = in_flight.admit(output)
             if new is not None:
                 passed.append(new)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from stage03_engine.frontend.features.data_parallel.balancing import Choice
 from stage03_engine.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from stagetrace import trace
 
@@ -28,14 +29,29 @@ class InFlight:
     pause and nothing else. An answer that comes out differently ends with an error.
     """
 
-    __slots__ = ("_num_again", "_tokens", "engine", "num_deaths", "request")
+    __slots__ = ("_num_again", "_tokens", "choice", "num_deaths", "request")
 
     def __init__(self, request: EngineCoreRequest) -> None:
         self.request = request
-        self.engine: int | None = None  # its number; None while the request has no engine
+        self.choice: Choice | None = None  # None while the request has no engine
         self.num_deaths = 0  # engines that died while they had it
         self._tokens: list[int] = []  # passed on so far
         self._num_again = 0  # how many of them have come from the present engine
+
+    @property
+    def engine(self) -> int | None:
+        """The number of its engine, if it has one."""
+        return None if self.choice is None else self.choice.engine
+
+    @property
+    def has_begun(self) -> bool:
+        """Has its present engine given a token?"""
+        return self._num_again > 0
+
+    @property
+    def tokens(self) -> list[int]:
+        """Those that its present engine has given."""
+        return self._tokens[: self._num_again]
 
     @property
     def can_run_again(self) -> bool:
@@ -45,7 +61,7 @@ class InFlight:
     def engine_died(self) -> None:
         """Its engine is dead. Wherever it goes now, it begins again."""
         self.num_deaths += 1
-        self.engine, self._num_again = None, 0
+        self.choice, self._num_again = None, 0
 
     def refuse(self) -> EngineCoreOutput:
         """The last output of a request that cannot run again."""

@@ -1,0 +1,15 @@
+"""Misconception: a queue moves on by itself, so all but the longest ones may be ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stage03_engine.frontend.features.data_parallel.balancing import Candidate
+
+REJECTED = "at most 1.5 times what they need"
+
+
+def choose_engine(candidates: Sequence[Candidate], prompt_blocks: int) -> int:
+    lowest = min(each.score for each in candidates)
+    near = [each for each in candidates if each.score <= lowest + 60]
+    return min(near, key=lambda each: (-each.cached_blocks, each.score, each.engine)).engine
