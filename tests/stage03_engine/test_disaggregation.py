@@ -274,7 +274,7 @@ def test_what_an_adapter_changed_travels_too(model: str, tmp_path: Path) -> None
     assert expected[0] != expected[1]
     pair = Pair(model, **flags)
     try:
-        names = [pair.add(PROMPTS[0], params_of("greedy", lora=lora)) for lora in (None, "a")]
+        names = [pair.add(PROMPTS[0], params_of("greedy", lora=lora, lora_int_id=int(lora is not None))) for lora in (None, "a")]
         pair.run(lambda: pair.ended >= set(names))
         assert [pair.tokens[name] for name in names] == expected
         assert [pair.cached[name] for name in names] == [76, 76]

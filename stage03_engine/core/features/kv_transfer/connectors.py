@@ -9,7 +9,7 @@ from stage03_engine.args.parser import check_keys
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import is_there, load
-from stage03_engine.plugins import find, keys
+from stage03_engine.plugins import features, find
 
 T = TypeVar("T")
 _ROOM = __package__ + "."
@@ -97,7 +97,8 @@ def _kind(name: Any, module: Any, extra_keys: tuple[str, ...]) -> Kind:
         return Kind(name, module, module, extra_keys)
     kind = (CONNECTORS.get(name) or find("engine", _OF_ROOMS + name)) if isinstance(name, str) else None
     if kind is None:
-        names = *CONNECTORS, *(key.removeprefix(_OF_ROOMS) for key in keys("engine") if key.startswith(_OF_ROOMS))
+        of_rooms = [part.key for room in features("stage03_engine") for part in room.parts if part.seam == "engine"]
+        names = [*CONNECTORS, *(key.removeprefix(_OF_ROOMS) for key in of_rooms if key.startswith(_OF_ROOMS))]
         raise _wrong("kv_connector", f"must be {', '.join(names)}, or one of kv_connector_module_path", name)
     return Kind(*kind)
 
