@@ -45,7 +45,7 @@ class DisaggregationFlags:
     @staticmethod
     def detect(values: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
         """Each engine gets its part of the cores."""
-        if values.get("disaggregate") is None:
+        if values.get("disaggregate") is None or values["data_parallel_size"] != 1:
             return {}
         here, cores = sum(sizes_of(values["disaggregate"])), find_cores()
         return {"num_threads": (max(1, cores.compute // here), f"{cores}, shared by {here} engines")}
