@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from threading import Condition, Thread
@@ -36,7 +35,6 @@ from stage03_engine.nodes.secure_sockets import Listener, read_secret
 from stagetrace import trace
 
 logger = logging.getLogger(__name__)
-MOST_CLOSED = 4096
 FOREIGN = "it is of another model, or has another number format or block size"
 
 
@@ -60,9 +58,6 @@ class BlockServer:
         self.port = int(self._listener.address.rpartition(":")[2])
         self._mail: Mailbox[Callable[[], object]] = Mailbox()
         self._offers: dict[int, Offer] = {}
-        self._closed: OrderedDict[int, None] = (
-            OrderedDict()
-        )  # places that are done with: what comes late is free at once
         self._freed, self._news = list[int](), Condition()
         self._error: BaseException | None = None
         self._is_ending = False
@@ -126,18 +121,14 @@ class BlockServer:
         self._expire()
 
     def _offer(self, saves: Sequence[tuple[int, bytes, int]]) -> None:
-        until, late = time.monotonic() + self._hold, list[int]()
+        until = time.monotonic() + self._hold
         for block, block_hash, place in saves:
-            if place in self._closed:
-                late.append(block)
-                continue
             offer = self._offers.setdefault(place, Offer(until))
             offer.until = until
             if block_hash in offer.blocks:  # a request that was preempted offers them again
                 offer.more.append(block)
             else:
                 offer.blocks[block_hash] = block
-        self._free(late)
 
     def _received(self, peer: bytes, payload: list[bytes]) -> None:
         try:
@@ -173,9 +164,6 @@ class BlockServer:
         self._listener.socket.send_multipart([peer, encode(message)])
 
     def _release(self, place: int, why: str, cause: str | None) -> None:
-        self._closed[place] = None
-        if len(self._closed) > MOST_CLOSED:
-            self._closed.popitem(last=False)
         if (offer := self._offers.pop(place, None)) is not None:
             blocks = [*offer.blocks.values(), *offer.more]
             if trace.on:

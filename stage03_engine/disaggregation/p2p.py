@@ -117,10 +117,8 @@ class P2pZmqConnectorScheduler(KVConnectorScheduler):
         if place is not None and request_id not in self._told:
             self._withdrawn.append(place)
         self._told.discard(request_id)
-        if self._ahead is not None and self._fetcher is not None:
+        if self._ahead is not None:
             self._ahead.drop(request_id)
-            if (source := source_of(request)) and request_id not in self._asked:
-                self._fetcher.tell_done(source)
         self._asked.discard(request_id)
 
     def check_invariants(self, waiting: set[str]) -> None:

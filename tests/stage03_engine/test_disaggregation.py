@@ -62,7 +62,7 @@ def params_of(how: str, **more: Any) -> SamplingParams:
 
 
 def core_of(model: str, role: str, name: str = "P2pZmqConnector", **more: Any) -> EngineCore:
-    extra = {"max_read_seconds": PATIENCE, "hold_seconds": PATIENCE} | more.pop("extra", {})
+    extra = {"max_read_seconds": 3600, "hold_seconds": 3600} | more.pop("extra", {})
     given_config = {"kv_connector": name, "kv_role": role, "kv_port": 0, "kv_connector_extra_config": extra}
     if name != "P2pZmqConnector":
         given_config["kv_connector_module_path"] = "shaky_links"
@@ -169,7 +169,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}},
     "chunks": {"max_num_batched_tokens": 8, "max_num_seqs": 4},
     "whole prompts": {"enable_chunked_prefill": False, "max_num_batched_tokens": 96, "max_num_seqs": 8},
-    "preempted": {"num_gpu_blocks_override": 33, "max_num_seqs": 16},
+    "preempted": {"num_gpu_blocks_override": 33, "max_num_seqs": 16, "max_num_batched_tokens": 24},
     "swapped": {"num_gpu_blocks_override": 33, "preemption_mode": "swap", "swap_space": 0.001},
     "fair": {"scheduling_policy": "fair"},
 }
@@ -190,6 +190,11 @@ def test_two_engines_give_the_tokens_of_one(name: str, model: str, alone: dict[t
 
     try:
         serve()
+        everything = [(how, number) for how in ("greedy", "seeded") for number in (0, 1, 3, 0, 1, 3)]
+        assert pair.ask(everything) == [alone[each] for each in everything]
+        pair.assert_all_free()
+        preempted = [core.scheduler.stats.num_preemptions for core in (pair.producer, pair.consumer)]
+        assert any(preempted) or name != "preempted"
     finally:
         pair.close()
 
@@ -290,19 +295,24 @@ def test_what_an_adapter_changed_travels_too(model: str, tmp_path: Path) -> None
 # What ends on the way
 
 
-@pytest.mark.parametrize("steps", range(7))
-def test_a_request_that_is_aborted_keeps_no_block(steps: int, pair: Pair) -> None:
-    """While its prompt is computed, between the two engines, while its blocks come, and while it runs."""
-    name = pair.add(PROMPTS[0], params_of("greedy"))
-    for _ in range(steps):
-        pair.step()
-    pair.abort(name)
-    pair.assert_all_free()
+def test_a_request_that_is_aborted_keeps_no_block(model: str) -> None:
+    """While its prompt is computed, chunk by chunk, between the two engines, while its blocks come, and while it runs."""
+    pair = Pair(model, max_num_batched_tokens=16, max_num_seqs=4)
+    try:
+        for steps in range(14):
+            name = pair.add(PROMPTS[0], params_of("greedy"))
+            for _ in range(steps):
+                pair.step()
+            pair.abort(name)
+            pair.assert_all_free()
+            pair.forget()
+    finally:
+        pair.close()
 
 
 def test_blocks_that_nobody_asks_for_are_given_up(model: str) -> None:
     """After `hold_seconds`, or when the router says so."""
-    for hold, release in ((0.05, False), (PATIENCE, True)):
+    for hold, release in ((0.05, False), (3600, True)):
         core = core_of(model, "kv_producer", extra={"hold_seconds": hold})
         try:
             core.add_request(
