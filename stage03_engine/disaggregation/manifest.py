@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from stage03_engine.args.cpu import find_cores
@@ -21,6 +21,22 @@ P2P = ("P2pZmqConnector", _ROOM + "p2p", _ROOM + "p2p_copies", _EXTRA_KEYS, True
 """A `Kind` of kv_transfer/connectors.py."""
 _MOST = 64
 _SIZES = re.compile(r"([0-9]{1,2}):([0-9]{1,2})", re.ASCII)
+
+_OWN, _ONE_MACHINE = "the engines get their roles and their connector from P:D", "P:D engines run on this machine"
+CONFLICTS = {
+    "kv_transfer_config": _OWN,
+    "kv_offloading_size": _OWN,
+    "tensor_parallel_size": "each worker has only a slice of a block",
+    "pipeline_parallel_size": "each worker has only some layers of a block",
+    "distributed_executor_backend": "the engine's own process sends and receives the blocks",
+    "data_parallel_rank": _ONE_MACHINE,
+    "data_parallel_external_lb": _ONE_MACHINE,
+    "data_parallel_hybrid_lb": _ONE_MACHINE,
+    "data_parallel_size_local": _ONE_MACHINE,
+    "data_parallel_start_rank": _ONE_MACHINE,
+    "enable_weight_updates": "blocks on their way hold keys and values of the old weights",
+}
+"""What cannot be given too -> why."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +84,11 @@ class DisaggregationFlags:
         """Raises ConfigError for what blocks that travel cannot meet."""
         if config.disaggregation_config.disaggregate is None:
             return
+        sections = [getattr(config, section.name) for section in fields(config)]
+        given = {each.name for own in sections for each in fields(own) if getattr(own, each.name) != each.default}
+        for name, why in CONFLICTS.items():
+            if name in given:
+                raise ConfigError(f"disaggregate cannot be combined with {name}: {why}; leave out one of the two")
         if not config.cache_config.enable_prefix_caching:
             raise ConfigError("disaggregate needs enable_prefix_caching: blocks are found by the same hashes")
         if "generate" not in config.supported_tasks:
@@ -95,9 +116,6 @@ def sizes_of(text: str) -> tuple[int, int]:
     return num_prefill, num_decode
 
 
-_OWN = "the engines get their roles and their connector from P:D"
-_ONE_MACHINE = "P:D engines run on this machine"
-
 FEATURE = Feature(
     name="disaggregation",
     help="prompts are computed by some engines, and tokens by others; KV-cache blocks travel between them",
@@ -111,18 +129,5 @@ FEATURE = Feature(
     ),
     needs=("kv_transfer", "data_parallel", "nodes"),
     after=("data_parallel",),
-    conflicts={
-        ("disaggregate", "kv_transfer_config"): _OWN,
-        ("disaggregate", "kv_offloading_size"): _OWN,
-        ("disaggregate", "tensor_parallel_size"): "each worker has only a slice of a block",
-        ("disaggregate", "pipeline_parallel_size"): "each worker has only some layers of a block",
-        ("disaggregate", "distributed_executor_backend"): "the engine's own process sends and receives the blocks",
-        ("disaggregate", "data_parallel_rank"): _ONE_MACHINE,
-        ("disaggregate", "data_parallel_external_lb"): _ONE_MACHINE,
-        ("disaggregate", "data_parallel_hybrid_lb"): _ONE_MACHINE,
-        ("disaggregate", "data_parallel_size_local"): _ONE_MACHINE,
-        ("disaggregate", "data_parallel_start_rank"): _ONE_MACHINE,
-        ("disaggregate", "enable_weight_updates"): "blocks on their way hold keys and values of the old weights",
-    },
     events=("kv_p2p.asked", "kv_p2p.lost", "kv_p2p.received", "kv_p2p.released", "kv_p2p.sent", "dp.prefilled"),
 )

@@ -41,7 +41,9 @@ def both(request: pytest.FixtureRequest) -> Iterator[Both]:
         async def start(form: str) -> None:
             threads = max(1, find_cores().compute // (2 if FORMS[form] else 1))
             own = {"num_threads": threads, "kv_cache_memory_bytes": 400_000_000} | settings | FORMS[form]
-            started[form] = AsyncLLM.from_vllm_config(EngineArgs.from_kwargs(model=request.param, **own), stat_loggers=[])
+            started[form] = AsyncLLM.from_vllm_config(
+                EngineArgs.from_kwargs(model=request.param, **own), stat_loggers=[]
+            )
             await started[form].start()
             await read(started[form], length, 4)
 
@@ -94,7 +96,9 @@ def test_running_requests_while_long_prompts_arrive(benchmark: BenchmarkFixture,
     one, two = told["one engine"], told["1:1"]
     for name, place in (("p50", 50), ("p99", 99)):
         before, after = (statistics.quantiles(each["tpot"], n=100)[place - 1] for each in (one, two))
-        benchmark.extra_info[f"tpot_{name}"] = f"{1e3 * before:.1f} ms; 1:1 {1e3 * after:.1f} ms; one engine / 1:1 {before / after:.2f}"
+        benchmark.extra_info[f"tpot_{name}"] = (
+            f"{1e3 * before:.1f} ms; 1:1 {1e3 * after:.1f} ms; one engine / 1:1 {before / after:.2f}"
+        )
     for name in ("ttft", "rate"):
         before, after = (statistics.median(each[name]) for each in (one, two))
         benchmark.extra_info[f"long_{name}"] = f"{before:.3f}; 1:1 {after:.3f}; one engine / 1:1 {before / after:.2f}"

@@ -20,7 +20,7 @@ from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.core.engine_core import EngineCore
 from stage03_engine.core.features.kv_transfer.connector import KVConnectorHook
 from stage03_engine.core.features.prefix_cache_reset.prefix_cache_reset import reset_prefix_cache
-from stage03_engine.disaggregation.manifest import sizes_of
+from stage03_engine.disaggregation.manifest import CONFLICTS, sizes_of
 from stage03_engine.errors import ConfigError
 from stage03_engine.llm import LLM
 from stage03_engine.messages import EngineCoreOutput, EngineCoreRequest
@@ -431,6 +431,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"disaggregate": "1:1", "data_parallel_size": 2}, "disaggregate cannot be combined with data_parallel_size: P:D says how many"),
     ({"disaggregate": "1:1", "enable_prefix_caching": False}, "disaggregate needs enable_prefix_caching"),
     ({"disaggregate": "1:1", "speculative_config": {"model": "gpt2-tiny-draft", "num_speculative_tokens": 3}}, "disaggregate cannot be combined with a draft model"),
+    *[({"disaggregate": "1:1"} | other, f"disaggregate cannot be combined with {next(iter(other))}: {CONFLICTS[next(iter(other))]}") for other in (
+        {"kv_transfer_config": {"kv_connector": "P2pZmqConnector"}}, {"kv_offloading_size": 0.1}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2},
+        {"distributed_executor_backend": "mp"}, {"data_parallel_rank": 1}, {"data_parallel_external_lb": True}, {"data_parallel_hybrid_lb": True},
+        {"data_parallel_size_local": 1}, {"data_parallel_start_rank": 1}, {"enable_weight_updates": True},
+    )],
     ({"kv_transfer_config": {"kv_connector": "P2pZmqConnector", "kv_role": "both"}}, "kv_role must be one of kv_both, kv_producer, kv_consumer"),
     ({"kv_transfer_config": {"kv_connector": "P2pZmqConnector", "kv_port": 1 << 16}}, "kv_port must be a port"),
     ({"kv_transfer_config": {"kv_connector": "P2pZmqConnector", "kv_port": True}}, "kv_port must be a port"),
