@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from stage03_engine.args.cpu import find_cores
@@ -24,6 +24,7 @@ _SIZES = re.compile(r"([0-9]{1,2}):([0-9]{1,2})", re.ASCII)
 
 _OWN, _ONE_MACHINE = "the engines get their roles and their connector from P:D", "P:D engines run on this machine"
 CONFLICTS = {
+    "data_parallel_size": "P:D says how many engines there are",
     "kv_transfer_config": _OWN,
     "kv_offloading_size": _OWN,
     "tensor_parallel_size": "each worker has only a slice of a block",
@@ -36,7 +37,13 @@ CONFLICTS = {
     "data_parallel_start_rank": _ONE_MACHINE,
     "enable_weight_updates": "blocks on their way hold keys and values of the old weights",
 }
-"""What cannot be given too -> why."""
+"""What cannot be given too -> why. `Feature.conflicts` comes too late: by then P:D has set data_parallel_size."""
+_UNSET = {
+    "data_parallel_size": 1,
+    "tensor_parallel_size": 1,
+    "pipeline_parallel_size": 1,
+    "distributed_executor_backend": "uni",
+}
 
 
 @dataclass(frozen=True)
@@ -72,10 +79,9 @@ class DisaggregationFlags:
         if values.get("disaggregate") is None:
             return {}
         num_prefill, num_decode = sizes_of(values["disaggregate"])
-        if values["data_parallel_size"] != 1:
-            raise ConfigError(
-                "disaggregate cannot be combined with data_parallel_size: P:D says how many engines there are; leave out one of the two"
-            )
+        for name, why in CONFLICTS.items():
+            if values.get(name) not in (None, False, _UNSET.get(name)):
+                raise ConfigError(f"disaggregate cannot be combined with {name}: {why}; leave out one of the two")
         both = num_prefill + num_decode
         return {"num_prefill": num_prefill, "num_decode": num_decode, "data_parallel_size": both}
 
@@ -84,11 +90,6 @@ class DisaggregationFlags:
         """Raises ConfigError for what blocks that travel cannot meet."""
         if config.disaggregation_config.disaggregate is None:
             return
-        sections = [getattr(config, section.name) for section in fields(config)]
-        given = {each.name for own in sections for each in fields(own) if getattr(own, each.name) != each.default}
-        for name, why in CONFLICTS.items():
-            if name in given:
-                raise ConfigError(f"disaggregate cannot be combined with {name}: {why}; leave out one of the two")
         if not config.cache_config.enable_prefix_caching:
             raise ConfigError("disaggregate needs enable_prefix_caching: blocks are found by the same hashes")
         if "generate" not in config.supported_tasks:
