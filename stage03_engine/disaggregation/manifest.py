@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,6 @@ _EXTRA_KEYS = ("max_read_seconds", "hold_seconds")
 P2P = ("P2pZmqConnector", _ROOM + "p2p", _ROOM + "p2p_copies", _EXTRA_KEYS, True)
 """A `Kind` of kv_transfer/connectors.py."""
 _MOST = 64
-_SIZES = re.compile(r"([0-9]{1,2}):([0-9]{1,2})", re.ASCII)
 
 _OWN, _ONE_MACHINE = "the engines get their roles and their connector from P:D", "P:D engines run on this machine"
 CONFLICTS = {
@@ -108,8 +106,9 @@ class DisaggregationFlags:
 
 def sizes_of(text: str) -> tuple[int, int]:
     """`2:1` -> (2, 1). Raises ConfigError."""
-    found = _SIZES.fullmatch(text.strip())
-    num_prefill, num_decode = (int(each) for each in found.groups()) if found else (0, 0)
+    words = text.strip().split(":")
+    are_numbers = len(words) == 2 and all(word.isascii() and word.isdigit() and len(word) <= 2 for word in words)
+    num_prefill, num_decode = map(int, words) if are_numbers else (0, 0)
     if not num_prefill or not num_decode or num_prefill + num_decode > _MOST:
         raise ConfigError(
             f"disaggregate must be P:D, such as 1:1: engines that compute prompts and engines that go on with them, {_MOST} together at most; not {text[:50]!r}"

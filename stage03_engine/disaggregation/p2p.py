@@ -1,4 +1,4 @@
-"""The scheduler's side of blocks that travel between engines (vLLM: NixlConnector, P2pNcclConnector). No torch.
+"""The scheduler's side of blocks that travel between engines (vLLM: NixlConnector). No torch.
 
 A request for a producer says `do_remote_decode`: its full blocks stay in use after its end, and its last output says where they are. A request for a
 consumer says that in turn, with `do_remote_prefill`: it waits until its blocks have come, and is admitted with what came.

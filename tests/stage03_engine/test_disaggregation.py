@@ -271,7 +271,7 @@ def test_logprobs_are_those_of_one_engine(pair: Pair, model: str) -> None:
 def test_what_an_adapter_changed_travels_too(model: str, tmp_path: Path) -> None:
     """The blocks' hashes stand for its files."""
     adapter = write_adapter(tmp_path / "a", Path(model), seed=1)
-    flags = {"enable_lora": True, "lora_modules": (f"a={adapter}",)}
+    flags: dict[str, Any] = {"enable_lora": True, "lora_modules": (f"a={adapter}",)}
     with LLM(model, **SMALL, **flags) as llm:
         expected = [
             list(llm.generate([PROMPTS[0]], params_of("greedy", lora=lora))[0].outputs[0].token_ids)
