@@ -36,6 +36,7 @@ CONFLICTS = {
     "enable_weight_updates": "blocks on their way hold keys and values of the old weights",
 }
 """What cannot be given too -> why. `Feature.conflicts` comes too late: by then P:D has set data_parallel_size."""
+ONE_SERVER = "disaggregate needs api_server_count 1: one API server knows where each request's blocks are"
 _UNSET = {
     "data_parallel_size": 1,
     "tensor_parallel_size": 1,
@@ -92,15 +93,13 @@ class DisaggregationFlags:
             raise ConfigError("disaggregate needs enable_prefix_caching: blocks are found by the same hashes")
         if "generate" not in config.supported_tasks:
             raise ConfigError("disaggregate is for models that generate text; leave it out for this one")
-        if config.front_ends.num_front_ends > 1:
-            raise ConfigError(
-                "disaggregate needs api_server_count 1: one API server knows where each request's blocks are"
-            )
 
     @staticmethod
     def hooks(config: VllmConfig) -> dict[str, list[str]]:
-        """The client that knows who does what."""
+        """The client that knows who does what. Raises ConfigError for several API servers, of which the launcher tells the settings later than `check` is called."""
         is_on = config.disaggregation_config.disaggregate is not None
+        if is_on and getattr(getattr(config, "front_ends", None), "num_front_ends", 1) > 1:
+            raise ConfigError(ONE_SERVER)
         return {"client": [_ROOM + "client:DisaggregatedClient"] * is_on}
 
 

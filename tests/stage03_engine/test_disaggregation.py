@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -453,6 +454,14 @@ def test_one_line_says_what_is_wrong(given_settings: dict[str, Any], says: str) 
     with pytest.raises(ConfigError, match=says) as caught:
         EngineArgs.from_kwargs(model="gpt2-tiny", **SMALL | given_settings)
     assert "\n" not in str(caught.value)
+
+
+def test_several_api_servers_are_refused() -> None:
+    """The launcher says so late, and nothing is started."""
+    config = EngineArgs.from_kwargs(model="gpt2-tiny", **SMALL, disaggregate="1:1")
+    several = dataclasses.replace(config, front_ends=dataclasses.replace(config.front_ends, num_front_ends=2))
+    with pytest.raises(ConfigError, match="disaggregate needs api_server_count 1"):
+        several.hooks("client")
 
 
 def test_a_producer_needs_a_secret(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
