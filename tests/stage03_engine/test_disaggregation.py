@@ -459,7 +459,7 @@ def test_one_line_says_what_is_wrong(given_settings: dict[str, Any], says: str) 
 def test_several_api_servers_are_refused() -> None:
     """The launcher says so late, and nothing is started."""
     config = EngineArgs.from_kwargs(model="gpt2-tiny", **SMALL, disaggregate="1:1")
-    several = dataclasses.replace(config, front_ends=dataclasses.replace(config.front_ends, num_front_ends=2))
+    several = dataclasses.replace(config, front_ends=dataclasses.replace(config.front_ends, num_front_ends=2))  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="disaggregate needs api_server_count 1"):
         several.hooks("client")
 
