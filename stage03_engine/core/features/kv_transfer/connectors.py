@@ -100,7 +100,7 @@ def _kind(name: Any, module: Any, extra_keys: tuple[str, ...]) -> Kind:
         of_rooms = [part.key for room in features("stage03_engine") for part in room.parts if part.seam == "engine"]
         names = [*CONNECTORS, *(key.removeprefix(_OF_ROOMS) for key in of_rooms if key.startswith(_OF_ROOMS))]
         raise _wrong("kv_connector", f"must be {', '.join(names)}, or one of kv_connector_module_path", name)
-    return Kind(*kind)
+    return kind if isinstance(kind, Kind) else Kind(*kind)
 
 
 def _place(kind: Kind, given: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
