@@ -86,6 +86,7 @@ INDEX: tuple[str | Feature, ...] = (
     "stage03_engine.core.features.memory_profile",
     "stage03_engine.core.features.front_ends",
     "stage03_engine.frontend.features.data_parallel",
+    "stage03_engine.disaggregation",
     "stage03_engine.frontend.features.in_process",
     "stage03_engine.frontend.features.call_forms",
     "stage03_engine.frontend.features.beam_search",

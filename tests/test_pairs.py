@@ -85,6 +85,7 @@ ELSEWHERE = {
     "in_process": "of the server, test_in_process",
     "pooling": "another kind of model, test_together",
     "data_parallel": "several engines, test_data_parallel",
+    "disaggregation": "several engines, test_disaggregation",
     "front_ends": "several API servers, test_api_servers",
     "log_config": "the log, test_environment",
     "logging_stats": "the log, test_environment",

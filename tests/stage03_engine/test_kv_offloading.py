@@ -299,7 +299,7 @@ def test_an_abort_gives_places_back(core: EngineCore) -> None:
     core.step()
     core.add_request(request("waits", PROMPTS[0]))
     core.step()
-    memory = next(hook for hook in core.scheduler.hooks if hasattr(hook, "_connector"))._connector.memory
+    memory = next(hook for hook in core.scheduler.hooks if hasattr(hook, "connector")).connector.memory
     assert len(memory._loading) == 9
     core.abort_requests(["waits"])
     assert not memory._loading

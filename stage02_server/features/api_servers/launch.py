@@ -93,8 +93,9 @@ def with_front_ends(config: VllmConfig, args: FrontendArgs) -> VllmConfig:
         logger.warning("%d API servers share %s: more of them than cores make nothing faster.", count, cores)
     if own_client(args) is not None:  # each server has its own engine
         return config
-    several = replace(config.front_ends, num_front_ends=count)
-    return replace(config, front_ends=several)  # type: ignore[call-arg]
+    several = replace(config, front_ends=replace(config.front_ends, num_front_ends=count))  # type: ignore[call-arg]
+    several.claim("client")  # what cannot have several front ends is refused before anything is started
+    return several
 
 
 def num_engines(config: VllmConfig) -> int:

@@ -10,7 +10,7 @@ says where blocks go, and knows neither the pool nor the trace. The contract:
 - It may take its time (a Future), and others overtake the request; after `max_read_seconds` it says what it has by then.
 - Of the blocks that it is offered it takes those that it wants (`Transfers.saves`). They stay in use, and unchanged, until the worker's side names
   them in `get_finished`, also beyond the end of their request. vLLM delays the freeing of a request's blocks (`request_finished`); here it is block by block.
-  Each must be named once, in any order, even if it could not be kept: a block that is never named is never free.
+  Each must be named once for each time that it was taken, in any order, even if it could not be kept: a block that is never named is never free.
 - One step's blocks are loaded before its model runs, and saved after it; steps run in the order in which they are decided.
 """
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -53,10 +53,14 @@ class Transfers(msgspec.Struct, array_like=True):
 
     loads: list[tuple[int, bytes | int]] = []  # (block, its bytes, or the place where the worker has them)
     saves: list[tuple[int, bytes, int]] = []  # (block, hash of its tokens, a place for it, or -1)
+    withdrawn: list[int] = []  # places: nobody will ask for what was saved there
 
 
 class KVConnectorScheduler:
     """The scheduler's side. All methods are called in the engine's thread, and none waits."""
+
+    offers_all = False
+    """True: it is offered all blocks of a request, also those that the prefix cache had, and those that stay in use for it already."""
 
     def __init__(self, scheduler: Scheduler, config: VllmConfig) -> None:
         self.block_size = scheduler.kv_cache_manager.block_size
@@ -81,6 +85,10 @@ class KVConnectorScheduler:
 
     def update_connector_output(self, saved: list[int]) -> None:
         """The worker's side needs these blocks no longer (`get_finished`)."""
+
+    def get_transfer_params(self, request: Request) -> dict[str, Any] | None:
+        """A request has sampled its last token: what its client is told with it (vLLM: the second result of `request_finished`)."""
+        return None
 
     def request_finished(self, request: Request) -> None:
         """It has ended, perhaps while it waited: nothing of it need be at hand. Its blocks are free but for those in `saves`."""
@@ -109,6 +117,9 @@ class KVConnectorWorker:
 
     def save_kv_blocks(self, saves: Sequence[tuple[int, bytes, int]]) -> None:
         """These blocks are full now, in all layers. (vLLM: save_kv_layer, for each layer as it is computed.)"""
+
+    def withdraw(self, places: Sequence[int]) -> None:
+        """Nobody will ask for what was saved in these places."""
 
     def save_in_thread(self, blocks: list[int], save: Callable[..., None], *args: object) -> None:
         """`save` reads these blocks in the thread, one call after another; what it raises ends the engine."""

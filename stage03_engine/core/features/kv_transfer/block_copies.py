@@ -37,7 +37,9 @@ class BlockCopiesHook(RunnerHook):
 
     def collect(self, output: ModelRunnerOutput, scheduler_output: SchedulerOutput) -> None:
         """Save what is full now, drafts' keys and values too: their hook comes before this one. Says which earlier blocks are saved."""
-        self._connector.save_kv_blocks((TRANSFERS.of(scheduler_output.extras) or Transfers()).saves)
+        transfers = TRANSFERS.of(scheduler_output.extras) or Transfers()
+        self._connector.save_kv_blocks(transfers.saves)
+        self._connector.withdraw(transfers.withdrawn)
         idle = not scheduler_output.num_scheduled_tokens
         if blocks := self._connector.get_finished(WAIT_SECONDS if idle else 0):
             WRITTEN.put(output.extras, Written(blocks))

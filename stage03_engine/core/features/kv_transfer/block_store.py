@@ -28,7 +28,7 @@ from stage03_engine.model_path import weight_files
 WHOLE, PART = ".kv", ".part"
 _SUM_BYTES = hashlib.sha256().digest_size
 _HARMLESS = (
-    "cache_config", "scheduler_config", "observability_config", "kv_transfer_config", "data_parallel_config", "front_ends", "node_config",
+    "cache_config", "scheduler_config", "disaggregation_config", "observability_config", "kv_transfer_config", "data_parallel_config", "front_ends", "node_config",
     "lora_config", "speculative_config", "structured_outputs_config",
 )  # fmt: skip
 """Sections that change no key and no value of a block (adapters are in the block's hash). Forgetting one here costs sharing, never a wrong token."""
@@ -116,7 +116,7 @@ class BlockStore:
         with suppress(OSError):  # a folder that may only be read
             os.utime(file)  # it was of use
         checksum, data = content[:_SUM_BYTES], content[_SUM_BYTES:]
-        whole = len(data) == self._block_bytes and checksum == _checksum(block_hash, data)
+        whole = len(data) == self._block_bytes and checksum == checksum_of(block_hash, data)
         return data if whole else None
 
     def write(self, block_hash: bytes, data: bytes) -> None:
@@ -126,7 +126,7 @@ class BlockStore:
         handle, name = tempfile.mkstemp(PART, dir=self.folder)
         try:
             with open(handle, "wb") as stored:
-                stored.write(_checksum(block_hash, data) + data)
+                stored.write(checksum_of(block_hash, data) + data)
             os.replace(name, self._file(block_hash))
         except BaseException:
             os.unlink(name)
@@ -165,7 +165,7 @@ def _is_hex(name: str, length: int) -> bool:
     return len(name) == length and set(name) <= set("0123456789abcdef")
 
 
-def _checksum(block_hash: bytes, data: bytes) -> bytes:
+def checksum_of(block_hash: bytes, data: bytes) -> bytes:
     """It covers the hash too: a file under another block's name is not that block."""
     checksum = hashlib.sha256(block_hash)
     checksum.update(data)

@@ -10,6 +10,7 @@ connector (recorded_transfers.py).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from time import monotonic
@@ -55,12 +56,12 @@ class KVConnectorHook(SchedulerHook):
         self._manager, self._limits = scheduler.kv_cache_manager, config.kv_transfer_config
         self._most_held = max(1, self._manager.block_pool.num_usable // 4)
         self._most_seconds = self._limits.max_read_seconds
-        self.held_blocks: set[int] = set()  # they are being saved
+        self.held_blocks: Counter[int] = Counter()  # they are being saved -> how often each was taken
         self._asked: dict[str, Asked] = {}
         self._found: dict[str, Match] = {}  # of requests that were not admitted yet
         self._released: dict[str, None] = {}
         self._num_saved: dict[str, int] = {}  # request -> of its blocks, those that were dealt with
-        self._connector = self._connect()
+        self.connector = self._connect()
 
     def _connect(self) -> KVConnectorScheduler:
         return make_connector(self._limits.scheduler_side, KVConnectorScheduler, self.scheduler, self.config)
@@ -80,7 +81,7 @@ class KVConnectorHook(SchedulerHook):
         """For the first time, or again: then it has waited."""
         request_id, may_wait = request.request_id, monotonic() < until
         waited = self._asked.pop(request_id, None) is not None
-        found = self._connector.get_num_new_matched_tokens(request, num_computed, may_wait)
+        found = self.connector.get_num_new_matched_tokens(request, num_computed, may_wait)
         if isinstance(found, Future):
             if may_wait:
                 self._asked[request_id] = Asked(found, num_computed, until)
@@ -140,8 +141,8 @@ class KVConnectorHook(SchedulerHook):
     ) -> None:
         """The worker copies them into the cache. What was cached meanwhile is not needed."""
         size, end = self._manager.block_size, first + num_matched
-        self._connector.update_state_after_alloc(request, new_blocks[first // size : end // size], first)
-        self._num_saved[request.request_id] = end // size
+        self.connector.update_state_after_alloc(request, new_blocks[first // size : end // size], first)
+        self._num_saved[request.request_id] = 0 if self.connector.offers_all else end // size
         self._forget(request.request_id)
         if self._limits.loads and request.status != RequestStatus.PREEMPTED:  # like those of the prefix cache
             queries = request.num_tokens - first
@@ -163,11 +164,11 @@ class KVConnectorHook(SchedulerHook):
 
     def decided(self, output: SchedulerOutput) -> None:
         """Offer the blocks that are full. Those that the connector takes stay in use; as long as too many do, it gets no more."""
-        room, full = self._most_held - len(self.held_blocks), list[FullBlock]()
+        room, full = self._most_held - self.held_blocks.total(), list[FullBlock]()
         for request_id in output.num_scheduled_tokens:
             full += self._filled(request_id, room - len(full))
-        transfers = self._connector.build_connector_meta(full, room)
-        if transfers.loads or transfers.saves:
+        transfers = self.connector.build_connector_meta(full, room)
+        if transfers.loads or transfers.saves or transfers.withdrawn:
             TRANSFERS.put(output.extras, transfers)
         if transfers.saves:
             blocks = [block for block, *_ in transfers.saves]
@@ -184,7 +185,7 @@ class KVConnectorHook(SchedulerHook):
             return []
         end = self._num_saved[request_id] = min(end, first + room)
         table, request = self._manager.block_table(request_id), self.scheduler.requests[request_id]
-        new = [i for i in range(first, end) if table[i] not in self.held_blocks]
+        new = [i for i in range(first, end) if self.connector.offers_all or table[i] not in self.held_blocks]
         return [FullBlock(request, table[i], request.block_hashes[i]) for i in new]
 
     def executed(self, output: SchedulerOutput, runner_output: ModelRunnerOutput) -> list[EngineCoreOutput]:
@@ -195,16 +196,24 @@ class KVConnectorHook(SchedulerHook):
         return []
 
     def _let_go(self, blocks: list[int], step: int) -> None:
-        self.held_blocks.difference_update(blocks)
+        self.held_blocks -= Counter(blocks)
         self._manager.block_pool.free(blocks)
-        self._connector.update_connector_output(blocks)
+        self.connector.update_connector_output(blocks)
         if trace.on:
             trace.emit("kv_transfer.written", step=step, blocks=blocks)
+
+    def sampled(
+        self, request: Request, new: EngineCoreOutput, output: SchedulerOutput, runner_output: ModelRunnerOutput
+    ) -> str | None:
+        """With the last token goes what another engine must know to find the blocks."""
+        if new.finish_reason is not None and (params := self.connector.get_transfer_params(request)):
+            new.result = (new.result or {}) | {"kv_transfer_params": params}
+        return None
 
     def finished(self, request: Request) -> None:
         """What it found is not needed; what it filled is saved all the same."""
         self._forget(request.request_id)
-        self._connector.request_finished(request)
+        self.connector.request_finished(request)
         self._num_saved.pop(request.request_id, None)
 
     def check_invariants(self) -> None:
@@ -212,8 +221,8 @@ class KVConnectorHook(SchedulerHook):
         waiting = {request.request_id for request in self.scheduler.waiting} | self.scheduler.held.keys()
         assert self._found.keys() | self._asked.keys() <= waiting, "blocks are at hand for a request that does not wait"
         assert self._released.keys() <= self._found.keys()
-        self._connector.check_invariants(waiting)
+        self.connector.check_invariants(waiting)
 
     def shutdown(self) -> None:
         """The connector ends."""
-        self._connector.shutdown()
+        self.connector.shutdown()

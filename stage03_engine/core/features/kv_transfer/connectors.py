@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from typing import Any, NamedTuple, TypeVar
+from uuid import uuid4
 
 from stage03_engine.args.parser import check_keys
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import ConfigError
 from stage03_engine.mixins import is_there, load
-from stage03_engine.plugins import wanted
+from stage03_engine.plugins import features, find, wanted
 
 T = TypeVar("T")
 _ROOM = __package__ + "."
@@ -21,6 +22,7 @@ class Kind(NamedTuple):
     scheduler: str  # module
     worker: str  # module
     keys: tuple[str, ...]  # of kv_connector_extra_config
+    listens: bool = False  # on kv_ip and kv_port
 
 
 FOLDER_KEYS = ("shared_storage_path", "max_bytes", "max_read_seconds")
@@ -34,10 +36,14 @@ CONNECTORS = {
     "ExampleConnector": _FOLDER,  # its name in vLLM since 0.12
     "OffloadingConnector": _OFFLOADING,
 }
+_OF_ROOMS = "kv_connector "
+"""Other rooms add theirs at the seam `engine`: the key is this and the connector's name."""
 ROLES = {"kv_both": (True, True), "kv_producer": (True, False), "kv_consumer": (False, True)}
 """Role -> (saves blocks, loads blocks)."""
-KEYS = ("kv_connector", "kv_connector_module_path", "kv_role", "kv_buffer_size", "kv_connector_extra_config")
+_PLACE = ("kv_ip", "kv_port", "engine_id")
+KEYS = ("kv_connector", "kv_connector_module_path", "kv_role", "kv_buffer_size", "kv_connector_extra_config", *_PLACE)
 MOST_BYTES = 1 << 50
+DEFAULT_PORT = 14579  # vLLM's
 
 
 def parse_kv_transfer_config(given: dict[str, Any]) -> dict[str, Any]:
@@ -60,6 +66,8 @@ def parse_kv_transfer_config(given: dict[str, Any]) -> dict[str, Any]:
         "buffer_bytes": _bytes("kv_buffer_size", given.get("kv_buffer_size", 1_000_000_000)),
         "max_read_seconds": _seconds("kv_connector_extra_config.max_read_seconds", extra.get("max_read_seconds", 2.0)),
     }
+    if kind.listens or given.keys() & set(_PLACE):
+        found |= _place(kind, given, extra)
     if kind is _OFFLOADING or "cpu_bytes_to_use" in extra:
         found["cpu_bytes"] = _bytes("kv_connector_extra_config.cpu_bytes_to_use", extra.get("cpu_bytes_to_use"))
     return found | (_of_folder(extra) if kind is _FOLDER or "shared_storage_path" in extra else {})
@@ -87,10 +95,28 @@ def _kind(name: Any, module: Any, extra_keys: tuple[str, ...]) -> Kind:
         ):
             raise _wrong("kv_connector_module_path", "must be a module that is there", module)
         return Kind(name, module, module, extra_keys)
-    if not isinstance(name, str) or name not in CONNECTORS:
-        others = "or one of kv_connector_module_path"
-        raise _wrong("kv_connector", f"must be {', '.join(CONNECTORS)}, {others}", name)
-    return CONNECTORS[name]
+    kind = (CONNECTORS.get(name) or find("engine", _OF_ROOMS + name)) if isinstance(name, str) else None
+    if kind is None:
+        of_rooms = [part.key for room in features("stage03_engine") for part in room.parts if part.seam == "engine"]
+        names = [*CONNECTORS, *(key.removeprefix(_OF_ROOMS) for key in of_rooms if key.startswith(_OF_ROOMS))]
+        raise _wrong("kv_connector", f"must be {', '.join(names)}, or one of kv_connector_module_path", name)
+    return kind if isinstance(kind, Kind) else Kind(*kind)
+
+
+def _place(kind: Kind, given: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+    """Where a connector listens, and how long it keeps blocks for those who ask."""
+    if not kind.listens and kind in CONNECTORS.values():
+        name = next(key for key in _PLACE if key in given)
+        raise ConfigError(f"kv_transfer_config: {name} is for connectors that listen, and {kind.name} does not")
+    ip, port, engine_id = given.get("kv_ip", "127.0.0.1"), given.get("kv_port", DEFAULT_PORT), given.get("engine_id")
+    if not isinstance(ip, str) or not ip or not ip.isprintable():
+        raise _wrong("kv_ip", "must be an address of this machine", ip)
+    if type(port) is not int or not 0 <= port < 1 << 16:
+        raise _wrong("kv_port", "must be a port, or 0 for any", port)
+    if engine_id is not None and not (isinstance(engine_id, str) and engine_id):
+        raise _wrong("engine_id", "must be a text", engine_id)
+    hold = _seconds("kv_connector_extra_config.hold_seconds", extra.get("hold_seconds", 60.0))
+    return {"kv_ip": ip, "kv_port": port, "engine_id": engine_id or uuid4().hex, "hold_seconds": hold}
 
 
 def _is_there(module: str) -> bool:

@@ -47,6 +47,10 @@ class KVTransferConfig:
     buffer_bytes: int = internal(0)  # of blocks that were read and wait for a place in the cache
     max_bytes: int = internal(0)  # of the folder
     max_read_seconds: float = internal(0.0)  # that a request waits for its blocks
+    kv_ip: str = internal("")  # where a producer listens
+    kv_port: int | None = internal(None)  # None: it does not; 0: at any
+    engine_id: str = internal("")
+    hold_seconds: float = internal(0.0)  # that a producer keeps blocks for those who ask
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,8 @@ class KVTransferFlags:
         setting = "kv_transfer_config" if transfer.kv_offloading_size is None else "kv_offloading_size"
         if not config.cache_config.enable_prefix_caching:
             raise ConfigError(f"{setting} needs enable_prefix_caching: blocks are found by the same hashes")
-        if transfer.path is not None and config.cache_config.prefix_caching_hash_seed is None:
+        is_shared = transfer.path is not None or transfer.kv_port is not None
+        if is_shared and config.cache_config.prefix_caching_hash_seed is None:
             raise ConfigError(
                 "kv_transfer_config needs prefix_caching_hash_seed, the same at each start: without it the hashes begin with a random text, "
                 "and no block is found again"

@@ -18,7 +18,7 @@ import psutil
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.features.kv_transfer.base import FullBlock, KVConnectorScheduler, Match, Transfers
 from stage03_engine.core.features.kv_transfer.cpu_blocks import CPUBlocks
-from stage03_engine.core.features.kv_transfer.reader import ReadAhead
+from stage03_engine.core.features.kv_transfer.reader import ReadAhead, folder_reader
 from stage03_engine.core.kv_cache_size import kv_block_bytes
 from stage03_engine.core.request import Request
 from stage03_engine.core.scheduler import Scheduler
@@ -69,7 +69,7 @@ class OffloadingConnectorScheduler(KVConnectorScheduler):
     def __init__(self, scheduler: Scheduler, config: VllmConfig) -> None:
         super().__init__(scheduler, config)
         self.memory = CPUBlocks(num_cpu_blocks(config))
-        self._ahead = ReadAhead(config) if config.kv_transfer_config.path is not None else None
+        self._ahead = ReadAhead(config, folder_reader(config)) if config.kv_transfer_config.path is not None else None
         self._promised: dict[str, Promise] = {}
         self._loads: list[tuple[int, bytes | int]] = []  # of the step that is being decided
         self._from_folder: list[FullBlock] = []  # of it, those that memory gets too

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
+from typing import Protocol
 
 import msgspec
 
@@ -37,6 +38,19 @@ class Reading(msgspec.Struct):
     done: Future[None]
 
 
+class Reader(Protocol):
+    """What brings blocks, in a thread: from a folder, or from another engine."""
+
+    def read(self, request: Request, found: Found, hashes: list[bytes]) -> Future[None]:
+        """Bring these blocks in order, as many as there are. `found` has them when the future is done, and some of them before."""
+
+    def end(self, found: Found) -> None:
+        """Nothing more is added to it."""
+
+    def shutdown(self) -> None:
+        """End the thread."""
+
+
 class BlockReader:
     """Reads from a folder in a thread. All methods but the thread's own belong to one thread, the engine's."""
 
@@ -45,9 +59,9 @@ class BlockReader:
         self._turns: Turns[Reading] = Turns()
         self._thread = ThreadPoolExecutor(1, "kv-reader")
 
-    def read(self, asker: Asker, found: Found, hashes: list[bytes]) -> Future[None]:
+    def read(self, request: Request, found: Found, hashes: list[bytes]) -> Future[None]:
         """Read these blocks in order, up to the first that is missing. `found` has them when the future is done, and some of them before."""
-        done = Future[None]()
+        done, asker = Future[None](), Asker(request.tenant, root_of(request.request_id))
         done.set_running_or_notify_cancel()
         with self._lock:
             self._turns.add(asker, Reading(asker, found, hashes, done))
@@ -93,18 +107,23 @@ class BlockReader:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
-class ReadAhead:
-    """What the folder has for requests that wait, in `kv_buffer_size` bytes: a request for whose blocks there is no memory is computed."""
+def folder_reader(config: VllmConfig) -> BlockReader:
+    """The reader of the folder of `--kv-transfer-config`. Raises ConfigError."""
+    store = BlockStore.of(config)
+    if store.only_of_others():
+        logger.warning(
+            "%s has KV-cache blocks of other models or settings only (weights, number format, block size): none is found",
+            config.kv_transfer_config.path,
+        )
+    return BlockReader(store)
 
-    def __init__(self, config: VllmConfig) -> None:
+
+class ReadAhead:
+    """What a reader has for requests that wait, in `kv_buffer_size` bytes: a request for whose blocks there is no memory is computed."""
+
+    def __init__(self, config: VllmConfig, reader: Reader) -> None:
         self._room, self._block_bytes = config.kv_transfer_config.buffer_bytes, kv_block_bytes(config)
-        store = BlockStore.of(config)
-        if store.only_of_others():
-            logger.warning(
-                "%s has KV-cache blocks of other models or settings only (weights, number format, block size): none is found",
-                config.kv_transfer_config.path,
-            )
-        self._reader = BlockReader(store)
+        self._reader = reader
         self._found: dict[str, Found] = {}
         self._reading: dict[str, Future[None]] = {}
         self.num_bytes = 0  # in _found, and what is being read may become
@@ -129,8 +148,7 @@ class ReadAhead:
         if wanted:
             found = self._found[request.request_id] = Found(first, len(wanted) * self._block_bytes)
             self.num_bytes += found.num_bytes
-            asker = Asker(request.tenant, root_of(request.request_id))
-            self._reading[request.request_id] = self._reader.read(asker, found, wanted)
+            self._reading[request.request_id] = self._reader.read(request, found, wanted)
         return bool(wanted)
 
     def _end(self, request_id: str) -> None:
@@ -139,6 +157,10 @@ class ReadAhead:
             self._reader.end(self._found[request_id])
             if reading.done():
                 reading.result()  # raises what nobody expected
+
+    def knows(self, request_id: str) -> bool:
+        """Is something at hand for it, or being read?"""
+        return request_id in self._found
 
     def take(self, request_id: str, first: int, count: int) -> list[bytes]:
         """The request's blocks from number `first` on; all others are given up."""

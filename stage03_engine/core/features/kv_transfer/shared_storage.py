@@ -10,7 +10,7 @@ from concurrent.futures import Future
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.features.kv_transfer.base import NOTHING, FullBlock, KVConnectorScheduler, Match, Transfers
-from stage03_engine.core.features.kv_transfer.reader import ReadAhead
+from stage03_engine.core.features.kv_transfer.reader import ReadAhead, folder_reader
 from stage03_engine.core.request import Request
 from stage03_engine.core.scheduler import Scheduler
 
@@ -20,7 +20,7 @@ class SharedStorageConnectorScheduler(KVConnectorScheduler):
 
     def __init__(self, scheduler: Scheduler, config: VllmConfig) -> None:
         super().__init__(scheduler, config)
-        self._ahead = ReadAhead(config)
+        self._ahead = ReadAhead(config, folder_reader(config))
         self._loads: list[tuple[int, bytes | int]] = []  # of the step that is being decided
 
     def get_num_new_matched_tokens(

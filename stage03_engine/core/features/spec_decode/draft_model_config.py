@@ -172,6 +172,12 @@ def check_own_blocks(config: VllmConfig) -> None:
             f"kv_transfer_config cannot be combined with {what}: its folder holds the target's keys and values alone; leave "
             "out one of the two"
         )
+    roles = getattr(getattr(config, "disaggregation_config", None), "disaggregate", None)
+    if roles is not None or getattr(getattr(config, "kv_transfer_config", None), "kv_port", None) is not None:
+        raise ConfigError(
+            f"{'kv_transfer_config' if roles is None else 'disaggregate'} cannot be combined with {what}: what travels is the target's keys and "
+            "values alone; leave out one of the two"
+        )
 
 
 def draft_config(config: VllmConfig) -> VllmConfig:

@@ -23,7 +23,7 @@ import zmq
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import EngineDeadError, StagesError
 from stage03_engine.frontend.core_client import AsyncEngineCoreClient
-from stage03_engine.frontend.features.data_parallel.balancing import Balancer
+from stage03_engine.frontend.features.data_parallel.balancing import Balancer, Choice
 from stage03_engine.frontend.features.data_parallel.coordinator import CountsLink, EngineCounts
 from stage03_engine.frontend.features.data_parallel.engine import (
     DPAsyncMPClient,
@@ -80,7 +80,7 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
         self._engines: dict[int, Engine] = {}
         self._requests: dict[str, InFlight] = {}
         self._held: dict[str, InFlight] = {}  # while no engine is ready
-        self._balancer = Balancer(PrefixIndex.of(config))
+        self._balancer = self._new_balancer()
         self._limit = limit or RestartLimit(settings.data_parallel_restart)
         self._counts = counts
         self._outputs: asyncio.Queue[EngineCoreOutputs | EngineDeadError] = asyncio.Queue()
@@ -95,6 +95,9 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
         """From a death until its requests are sent again: engines that die together, as with their machine, must not pass them on to each
         other, for that would look as if the requests had killed them. Set by the server."""
         self._totals = Totals()
+
+    def _new_balancer(self) -> Balancer:
+        return Balancer(PrefixIndex.of(self._config))
 
     @property
     def states(self) -> dict[int, EngineState]:
@@ -208,10 +211,10 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
 
     async def _send(self, in_flight: InFlight, again: bool = False) -> None:
         """Send a request to the engine that the balancer chooses, or keep it until one is ready."""
-        request = in_flight.request
-        choice = self._balancer.choose(request)
+        request_id = in_flight.request.request_id
+        choice = self._choose(in_flight.request)
         if choice is None:
-            self._held[request.request_id] = in_flight
+            self._held[request_id] = in_flight
             return
         engine, load = self._engines[choice.engine], self._balancer.loads[choice.engine]
         in_flight.choice = choice
@@ -219,11 +222,19 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
         engine.owes_since = self.clock() if engine.owes_since is None else engine.owes_since
         if trace.on:
             trace.emit(
-                "dp.routed", req=request.request_id, engine=engine.index, waiting=load.waiting, running=load.running,
+                "dp.routed", req=request_id, engine=engine.index, waiting=load.waiting, running=load.running,
                 cached_blocks=choice.cached_blocks, again=again,
             )  # fmt: skip
         with contextlib.suppress(EngineDeadError):  # `_died` will send it to another one
-            await engine.client.add_request_async(request)
+            await engine.client.add_request_async(self._message(in_flight.request, engine))
+
+    def _choose(self, request: EngineCoreRequest) -> Choice | None:
+        """Which engine it goes to now; None if none is ready for it."""
+        return self._balancer.choose(request)
+
+    def _message(self, request: EngineCoreRequest, engine: Engine) -> EngineCoreRequest:
+        """What this engine is asked to do for it."""
+        return request
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         by_engine: dict[int, list[str]] = {}

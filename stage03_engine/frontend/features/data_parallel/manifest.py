@@ -174,8 +174,13 @@ class DataParallelFlags:
             return {"client": [_CLIENT + "DPAsyncMPClient"]}
         if parallel.num_elsewhere:
             return {"client": [_HEAD_CLIENT]}
-        several = parallel.data_parallel_size > 1
+        several = parallel.data_parallel_size > 1 and not _has_roles(config)
         return {"client": [_CLIENT + "DPLBAsyncMPClient"] * several}
+
+
+def _has_roles(config: VllmConfig) -> bool:
+    """Have the engines different roles (`--disaggregate`)? That room has a client of its own."""
+    return getattr(getattr(config, "disaggregation_config", None), "disaggregate", None) is not None
 
 
 def _names_cores(bound: str | None) -> bool:
