@@ -45,10 +45,10 @@ class TwoSides(Balancer):
     def _side(self, engine: int) -> Balancer:
         return self.prefill if self._roles.computes_prompts(engine) else self.decode
 
-    def join(self, engine: int, num_blocks: int, kept: int = 0) -> None:
+    def join(self, engine: int, num_blocks: int) -> None:
         """See Balancer."""
         side = self._side(engine)
-        side.join(engine, num_blocks, kept)
+        side.join(engine, num_blocks)
         self.loads[engine] = side.loads[engine]
 
     def leave(self, engine: int) -> None:

@@ -44,8 +44,8 @@ def request(tokens: list[int], salt: str | None = None, task: Any = None, **para
 
 
 def index_of(num_blocks: int = 100, kept: int = 0, share: float = 1.0) -> PrefixIndex:
-    index = PrefixIndex(SIZE, share)
-    index.join(0, num_blocks, kept)
+    index = PrefixIndex(SIZE, kept, share)
+    index.join(0, num_blocks)
     return index
 
 
@@ -278,7 +278,7 @@ def test_it_holds_no_more_than_the_caches() -> None:
         serve(index, request(list(range(number, number + 4_000))), tuple(range(4_000)))
         assert len(index._known[0]) <= 50
     index.leave(0)
-    assert not index._known and not index._capacity and not index._kept
+    assert not index._known and not index._capacity
 
 
 # The client

@@ -82,11 +82,11 @@ class Balancer:
         self.loads: dict[int, EngineLoad] = {}
         self._prefixes, self._choose = prefixes, choose or choose_engine
 
-    def join(self, engine: int, num_blocks: int, kept: int = 0) -> None:
-        """This idle engine takes requests from now on. `kept`: see PrefixIndex."""
+    def join(self, engine: int, num_blocks: int) -> None:
+        """This idle engine takes requests from now on."""
         self.loads[engine] = EngineLoad()
         if self._prefixes is not None:
-            self._prefixes.join(engine, num_blocks, kept)
+            self._prefixes.join(engine, num_blocks)
 
     def leave(self, engine: int) -> None:
         """The engine takes no more requests. May be called twice."""

@@ -38,7 +38,6 @@ from stage03_engine.frontend.features.data_parallel.restart import NodeLostError
 from stage03_engine.frontend.features.data_parallel.states import states_event
 from stage03_engine.frontend.features.data_parallel.totals import Totals
 from stage03_engine.messages import EngineCoreOutputs, EngineCoreRequest, EngineReady, FinishReason, SchedulerStats
-from stage03_engine.mixins import each as each_part
 from stage03_engine.tracing import trace_message
 from stagetrace import trace
 
@@ -154,7 +153,7 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
         engine.owes_since = None
         self._now(engine, EngineState.READY)
         engine.num_gpu_blocks = ready.num_gpu_blocks
-        self._balancer.join(engine.index, ready.num_gpu_blocks - 1, self._kept_blocks())
+        self._balancer.join(engine.index, ready.num_gpu_blocks - 1)
         engine.reader = self._in_background(self._read(engine))
         if self._is_watched:
             self._in_background(self._watch_again(engine))
@@ -163,10 +162,6 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
         while self._held and self.num_ready:
             first = next(iter(self._held))
             await self._send(self._held.pop(first))
-
-    def _kept_blocks(self) -> int:
-        """Copies of blocks that an engine keeps besides its cache."""
-        return max((kept(self._config) for kept in each_part(VllmConfig, "kept_blocks")), default=0)
 
     async def _prepare(self, engine: Engine) -> None:
         """If it dies meanwhile, whoever reads its outputs hears of it."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.messages import EngineCoreRequest
+from stage03_engine.mixins import each as each_part
 
 UNSURE = 0
 """When a block was used last, of a request that has not ended, or never began: it may not have been computed."""
@@ -25,13 +26,13 @@ class PrefixIndex:
     Python's own hash will do: a collision would only send a request to a worse engine. The index forgets hashes in the order in which a
     cache evicts blocks: least recently used first, the end of a text before its beginning.
 
-    `share`: of all requests, those that come through this front end. It fills so much of each cache.
+    `kept`: each engine keeps copies of so many blocks elsewhere, which are found when its cache has lost them; all blocks are copied, so the
+    larger number is what it can find. `share`: of all requests, those that come through this front end. It fills so much of each cache.
     """
 
-    def __init__(self, block_size: int, share: float = 1.0) -> None:
-        self._block_size, self._share = block_size, share
+    def __init__(self, block_size: int, kept: int = 0, share: float = 1.0) -> None:
+        self._block_size, self._kept, self._share = block_size, int(kept * share), share
         self._capacity: dict[int, int] = {}
-        self._kept: dict[int, int] = {}
         self._known: dict[int, OrderedDict[int, int]] = {}  # hash -> when it was used last; the first to go comes first
         self._now = UNSURE
 
@@ -41,24 +42,23 @@ class PrefixIndex:
         if config.data_parallel_config.data_parallel_routing != "prefix":
             return None
         front_ends = getattr(getattr(config, "front_ends", None), "num_front_ends", 1)
-        return cls(config.cache_config.block_size, 1 / front_ends)
+        kept = max((kept(config) for kept in each_part(VllmConfig, "kept_blocks")), default=0)
+        return cls(config.cache_config.block_size, kept, 1 / front_ends)
 
-    def join(self, engine: int, num_blocks: int, kept: int = 0) -> None:
-        """A new engine, with an empty cache of this many blocks. `kept`: it keeps copies of so many blocks elsewhere, which are found when the cache
-        has lost them; all blocks are copied, so the larger number is what it can find."""
-        self._kept[engine] = int(kept * self._share)
-        self._capacity[engine] = max(1, int(num_blocks * self._share), self._kept[engine])
+    def join(self, engine: int, num_blocks: int) -> None:
+        """A new engine, with an empty cache of this many blocks."""
+        self._capacity[engine] = max(1, int(num_blocks * self._share), self._kept)
         self._known[engine] = OrderedDict()
 
     def leave(self, engine: int) -> None:
         """The engine takes no more requests. It may have gone before."""
-        for each in (self._known, self._capacity, self._kept):
-            each.pop(engine, None)
+        self._known.pop(engine, None)
+        self._capacity.pop(engine, None)
 
     def reset(self, engine: int) -> None:
         """Its cache is empty again; what it keeps elsewhere stays."""
         if engine in self._known:
-            self._shrink(engine, self._kept[engine])
+            self._shrink(engine, self._kept)
 
     def hashes(self, request: EngineCoreRequest) -> list[int]:
         """A hash for each full block of the prompt."""
