@@ -16,6 +16,12 @@
 #if defined(__linux__)
 #include <sched.h>
 #endif
+#if defined(__AMX_INT8__) && defined(__linux__)
+#include <csetjmp>
+#include <csignal>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
@@ -380,6 +386,60 @@ static inline ints dot2(ints sum, ints weights, int32_t inputs) {
 #endif
 }
 
+// Matrices of 16 rows of 64 bytes in registers of their own (AMX), which multiply 8 bits some times as fast as vectors do: a group of inputs is a row
+// of one. Integers are exact, so the numbers are the same.
+#if defined(__AVX512F__) && (defined(EMULATED_TILES) || (defined(__AMX_INT8__) && defined(__linux__)))
+#define TILES 1
+constexpr int TILE_ROWS = 16;
+#if defined(EMULATED_TILES)  // what the manual says that they do, for tests on processors that have none
+static thread_local int8_t tile_registers[8][TILE_ROWS * 64];
+extern "C" {
+long num_tile_products = 0;
+}
+static void TILE_LOAD(int to, const void* from, long stride) {
+  for (int row = 0; row < TILE_ROWS; row++) std::memcpy(tile_registers[to] + row * 64, (const char*)from + row * stride, 64);
+}
+static void TILE_STORE(int from, void* to, long stride) {
+  for (int row = 0; row < TILE_ROWS; row++) std::memcpy((char*)to + row * stride, tile_registers[from] + row * 64, 64);
+}
+static void TILE_ZERO(int tile) { std::memset(tile_registers[tile], 0, sizeof tile_registers[tile]); }
+static void TILE_DOT(int sums, int a, int b) {
+  num_tile_products++;
+  for (int m = 0; m < TILE_ROWS; m++)
+    for (int n = 0; n < 16; n++) {
+      int32_t sum;
+      std::memcpy(&sum, tile_registers[sums] + m * 64 + n * 4, 4);
+      for (int k = 0; k < 64; k++) sum += tile_registers[a][m * 64 + k] * tile_registers[b][k / 4 * 64 + n * 4 + k % 4];
+      std::memcpy(tile_registers[sums] + m * 64 + n * 4, &sum, 4);
+    }
+}
+static void begin_tiles() {}
+static void end_tiles() {}
+static bool ask_for_tiles() { return true; }
+#else
+#define TILE_LOAD(to, from, stride) _tile_loadd(to, from, stride)
+#define TILE_STORE(from, to, stride) _tile_stored(from, to, stride)
+#define TILE_ZERO(tile) _tile_zero(tile)
+#define TILE_DOT(sums, a, b) _tile_dpbssd(sums, a, b)
+// In each thread: all registers hold whole matrices.
+static void begin_tiles() {
+  struct {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {};
+    uint8_t rows[16] = {};
+  } config;
+  for (int tile = 0; tile < 8; tile++) config.row_bytes[tile] = 64, config.rows[tile] = TILE_ROWS;
+  _tile_loadconfig(&config);
+}
+static void end_tiles() { _tile_release(); }
+// The system lets a process have these registers when it asks (Linux 5.16, ARCH_REQ_XCOMP_PERM for XTILEDATA).
+static bool ask_for_tiles() { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
+#endif
+#else
+#define TILES 0
+constexpr int TILE_ROWS = 1;
+#endif
+
 // How inputs are held: LANES lanes for four of them.
 struct Bits8 {
   static constexpr int LANES = 1, QUADS = 16, UNIT = QUAD, START = -OFFSET, ROWS = V == 16 ? 8 : MR, KEPT = V == 16 ? 6 : 0;
@@ -409,6 +469,8 @@ struct Bits16 {
   static inline ints dot(ints sum, ints weights, int32_t inputs) { return dot2(sum, weights, inputs); }
 };
 
+constexpr int SPARE_ROWS = TILE_ROWS - 1;  // behind the last one: a tile reads whole ones
+
 // Rows of inputs as integers. `lanes` [rows, row], `scale` and `start` [rows, groups]: what an integer of a group is worth, and
 // where the sum of the group begins.
 template <class Bits> struct Integers {
@@ -421,7 +483,7 @@ template <class Bits> struct Integers {
   // are filled up with zeros to whole `UNIT`s.
   template <class X> Integers(const X* x, long rows, long inputs, long width, const int32_t* order, int threads)
       : row((inputs + width - 1) / width * padded(width) / QUAD * Bits::LANES),
-        groups((inputs + width - 1) / width * each(width)), lanes(rows * row), start(rows * groups), scale(rows * groups) {
+        groups((inputs + width - 1) / width * each(width)), lanes((rows + SPARE_ROWS) * row), start(rows * groups), scale(rows * groups) {
 #pragma omp parallel for num_threads(allowed(threads)) if (rows * inputs > 65536)
     for (long m = 0; m < rows; m++)
       for (long g = 0; g < groups; g++) {
@@ -518,6 +580,88 @@ static void integer_rows(int rows, const Integers<Bits>& x, long first, const in
   integer_tile<M, Bits>(x, first, w, quads, sums, ahead);
 }
 
+#if TILES
+// TILE_ROWS rows times a panel, by tiles: groups are whole. `sums` [count, NR] is written.
+static void tile_rows(const Integers<Bits8>& x, long first, int count, const int8_t* w, float* sums) {
+  alignas(64) int32_t whole[2][TILE_ROWS * V];
+  std::fill_n(sums, count * NR, 0.0f);
+  __asm__ volatile("" ::: "memory");  // the compiler does not know what loading a tile reads
+  for (long g = 0; g < x.groups; g++, w += Bits8::QUADS * QUAD * NR) {
+    TILE_LOAD(2, &x.lanes[first * x.row + g * Bits8::QUADS], x.row * 4);
+    TILE_LOAD(3, w, QUAD * NR);
+    TILE_LOAD(4, w + 64, QUAD * NR);
+    TILE_ZERO(0);
+    TILE_ZERO(1);
+    TILE_DOT(0, 2, 3);
+    TILE_DOT(1, 2, 4);
+    TILE_STORE(0, whole[0], 64);
+    TILE_STORE(1, whole[1], 64);
+    for (int m = 0; m < count; m++)
+      for (int half = 0; half < 2; half++)
+        *(any_floats*)(sums + m * NR + half * V) +=
+            __builtin_convertvector(*(const ints*)(whole[half] + m * V), floats) * x.scale[(first + m) * x.groups + g];
+  }
+}
+
+// Do tiles give what they should? A processor or a system that has something against them ends here, and nowhere else.
+static bool tiles_work() {
+  const int8_t values[] = {127, -127, -1, 3, 0};
+  std::vector<float> input(TILE_ROWS * 64);
+  std::vector<int8_t> w(64 * NR);
+  for (size_t i = 0; i < input.size(); i++) input[i] = i % 64 ? values[i % 5] : 127;
+  for (size_t i = 0; i < w.size(); i++) w[i] = values[i % 3];
+  const Integers<Bits8> x(input.data(), TILE_ROWS, 64, 64, nullptr, 1);
+  float sums[TILE_ROWS * NR], wanted[NR];
+  begin_tiles();
+  tile_rows(x, 0, TILE_ROWS, w.data(), sums);
+  end_tiles();
+  for (int m = 0; m < TILE_ROWS; m++) {
+    integer_tile<1, Bits8>(x, m, w.data(), Bits8::QUADS, wanted, 0);
+    if (std::memcmp(wanted, sums + m * NR, sizeof wanted)) return false;
+  }
+  return true;
+}
+
+#if defined(EMULATED_TILES)
+static bool may_use_tiles() { return tiles_work(); }
+#else
+static sigjmp_buf no_tiles;
+static bool may_use_tiles() {
+  if (!ask_for_tiles()) return false;
+  struct sigaction own = {}, before;
+  own.sa_handler = [](int) { siglongjmp(no_tiles, 1); };
+  sigaction(SIGILL, &own, &before);
+  const bool work = sigsetjmp(no_tiles, 1) == 0 && tiles_work();
+  sigaction(SIGILL, &before, nullptr);
+  return work;
+}
+#endif
+
+template <class X>
+static bool tile_linear(
+    const Integers<Bits8>& x, const int8_t* w, const float* scale, const float* bias, int activation, X* y, long rows, long quads, long outputs,
+    int threads
+) {
+  static const bool usable = may_use_tiles();
+  if (rows <= Bits8::ROWS || quads % Bits8::QUADS || !usable) return false;
+  const long num_panels = (outputs + NR - 1) / NR;
+#pragma omp parallel num_threads(allowed(threads))
+  {
+    begin_tiles();
+#pragma omp for schedule(guided, 2)
+    for (long p = 0; p < num_panels; p++)
+      for (long low = 0; low < rows; low += TILE_ROWS) {
+        alignas(64) float sums[TILE_ROWS * NR];
+        const int here = std::min<long>(TILE_ROWS, rows - low);
+        tile_rows(x, low, here, w + p * quads * QUAD * NR, sums);
+        finish(sums, scale, bias, activation, y + low * outputs, here, p * NR, outputs);
+      }
+    end_tiles();
+  }
+  return true;
+}
+#endif
+
 template <class Bits, class X>
 static void integer_linear(
     const X* input, const int8_t* w, const float* scale, const float* bias, int activation, X* y, long rows, long inputs,
@@ -525,6 +669,10 @@ static void integer_linear(
 ) {
   const Integers<Bits> x(input, rows, inputs, inputs, nullptr, threads);
   const long num_panels = (outputs + NR - 1) / NR, quads = (inputs + QUAD - 1) / QUAD, num_tiles = tiles_of<Bits>(rows);
+#if TILES
+  if constexpr (std::is_same_v<Bits, Bits8>)
+    if (tile_linear(x, w, scale, bias, activation, y, rows, quads, outputs, threads)) return;
+#endif
 #pragma omp parallel for num_threads(allowed(threads)) schedule(guided, 2)
   for (long p = 0; p < num_panels; p++)
     for (long t = 0; t < num_tiles; t++) {
