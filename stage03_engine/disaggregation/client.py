@@ -21,7 +21,7 @@ from stage03_engine.frontend.features.data_parallel.balancing import Balancer, C
 from stage03_engine.frontend.features.data_parallel.client import DPLBAsyncMPClient, ScalingError
 from stage03_engine.frontend.features.data_parallel.engine import DPAsyncMPClient, Engine, MakeEngine
 from stage03_engine.frontend.features.data_parallel.in_flight import InFlight
-from stage03_engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from stage03_engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from stagetrace import trace
 
 PARAMS = "kv_transfer_params"
@@ -77,7 +77,7 @@ class DisaggregatedClient(DPLBAsyncMPClient):
         self._folder = private_folder()
         self.roles = Roles(config, self._folder.path)
         self._prefilling: set[str] = set()  # requests that are, or wait, for their first token
-        self._kept: dict[str, Kept] = {}
+        self._kept: dict[str, Kept | None] = {}  # of requests that a prefill engine is through with; None: no block
         super().__init__(config, lambda own, index: make_engine(self.roles.of(own, index), index))
 
     def _new_balancer(self) -> Balancer:
@@ -129,11 +129,13 @@ class DisaggregatedClient(DPLBAsyncMPClient):
                 self._release(Kept(engine.client, engine.index, params))
                 return True
             return False
+        if output.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
+            self._prefilling.discard(request_id)
+            return False  # it was refused, or ended: the client hears it
         if output.finish_reason is not None:
             self._prefilling.discard(request_id)
             self._leave(engine, in_flight, output.num_cached_tokens)
-            if params is not None:
-                self._kept[request_id] = Kept(engine.client, engine.index, params)
+            self._kept[request_id] = None if params is None else Kept(engine.client, engine.index, params)
             if trace.on:
                 trace.emit("dp.prefilled", req=request_id, engine=engine.index, is_kept=params is not None)
             self._in_background(self._go_on(in_flight))
