@@ -6,6 +6,7 @@ import ctypes
 import itertools
 import mmap
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from patience import PATIENCE
 from small_gpt2 import first_layers
 
 from stage03_engine.arg_utils import EngineArgs
+from stage03_engine.core.features.prefault import hook
 from stage03_engine.core.model_runner import ModelRunner
 from stage03_engine.llm import LLM
 from stage03_engine.sampling_params import SamplingParams
@@ -115,6 +117,22 @@ def test_the_switch_leaves_the_memory_where_it_is(model: Path, runners: list[Mod
 def test_who_gets_it(model: Path, more: dict[str, Any], installed: bool) -> None:
     config = EngineArgs(model=str(model), **SETTINGS | more).create_engine_config()[0]
     assert (HOOK in config.hooks("runner")) is installed
+
+
+def test_an_engine_that_ends_before_its_thread_runs(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread finds no cache, and says nothing."""
+    waiting: list[Callable[[], None]] = []
+
+    class Late(threading.Thread):
+        def start(self) -> None:
+            waiting.append(self.run)
+
+    monkeypatch.setattr(hook, "Thread", Late)
+    with LLM(str(model), **SETTINGS):
+        pass
+    for thread in waiting:
+        thread()
+    assert len(waiting) == 1
 
 
 @settings(max_examples=40, deadline=None)
