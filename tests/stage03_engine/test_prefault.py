@@ -6,7 +6,6 @@ import ctypes
 import itertools
 import mmap
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -121,17 +120,17 @@ def test_who_gets_it(model: Path, more: dict[str, Any], installed: bool) -> None
 
 def test_an_engine_that_ends_before_its_thread_runs(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread finds no cache, and says nothing."""
-    waiting: list[Callable[[], None]] = []
+    waiting: list[threading.Thread] = []
 
     class Late(threading.Thread):
         def start(self) -> None:
-            waiting.append(self.run)
+            waiting.append(self)
 
     monkeypatch.setattr(hook, "Thread", Late)
     with LLM(str(model), **SETTINGS):
         pass
     for thread in waiting:
-        thread()
+        thread.run()
     assert len(waiting) == 1
 
 
