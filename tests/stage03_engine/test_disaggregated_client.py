@@ -28,7 +28,8 @@ class Role(SteeredEngine):
     def _next(self, request: EngineCoreRequest, changed: bool) -> EngineCoreOutput:
         output, params = super()._next(request, changed), request.sampling_params.kv_transfer_params or {}
         if self.keeps and params.get("do_remote_decode") and output.finish_reason is not None:
-            output.result = {PARAMS: {"do_remote_prefill": True, "remote_request_id": 7}}
+            place = {"remote_host": "127.0.0.1", "remote_port": 9, "remote_request_id": 7}
+            output.result = {PARAMS: {"do_remote_prefill": True, **place}}
         return output
 
     def end(self, request_id: str, reason: FinishReason) -> None:
