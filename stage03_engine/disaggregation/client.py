@@ -78,6 +78,7 @@ class DisaggregatedClient(DPLBAsyncMPClient):
         self.roles = Roles(config, self._folder.path)
         self._prefilling: set[str] = set()  # requests that are, or wait, for their first token
         self._kept: dict[str, Kept | None] = {}  # of requests that a prefill engine is through with; None: no block
+        self._queued: dict[str, float] = {}  # seconds that they waited at a prefill engine, until the answer begins
         super().__init__(config, lambda own, index: make_engine(self.roles.of(own, index), index))
 
     def _new_balancer(self) -> Balancer:
@@ -118,6 +119,9 @@ class DisaggregatedClient(DPLBAsyncMPClient):
     def _received(self, engine: Engine, outputs: EngineCoreOutputs) -> None:
         if self.roles.computes_prompts(engine.index):
             outputs.outputs = [output for output in outputs.outputs if not self._is_prefilled(engine, output)]
+        for output in outputs.outputs:
+            if output.queued_seconds is not None:
+                output.queued_seconds += self._queued.pop(output.request_id, 0.0)
         super()._received(engine, outputs)
 
     def _is_prefilled(self, engine: Engine, output: EngineCoreOutput) -> bool:
@@ -135,6 +139,7 @@ class DisaggregatedClient(DPLBAsyncMPClient):
         if output.finish_reason is not None:
             self._prefilling.discard(request_id)
             self._leave(engine, in_flight, output.num_cached_tokens)
+            self._queued[request_id] = output.queued_seconds or 0.0
             self._kept[request_id] = None if params is None else Kept(engine.client, engine.index, params)
             if trace.on:
                 trace.emit("dp.prefilled", req=request_id, engine=engine.index, is_kept=params is not None)
@@ -159,6 +164,7 @@ class DisaggregatedClient(DPLBAsyncMPClient):
     def _forget(self, request_id: str) -> InFlight | None:
         in_flight = super()._forget(request_id)
         self._prefilling.discard(request_id)
+        self._queued.pop(request_id, None)
         if in_flight is not None and in_flight.engine is None:
             self._let_go(request_id)
         self._kept.pop(request_id, None)  # the decode engine tells the prefill engine

@@ -27,6 +27,7 @@ class Role(SteeredEngine):
 
     def _next(self, request: EngineCoreRequest, changed: bool) -> EngineCoreOutput:
         output, params = super()._next(request, changed), request.sampling_params.kv_transfer_params or {}
+        output.queued_seconds = 1.0 + self.index if self.places[request.request_id] == 1 else None
         if self.keeps and params.get("do_remote_decode") and output.finish_reason is not None:
             place = {"remote_host": "127.0.0.1", "remote_port": 9, "remote_request_id": 7}
             output.result = {PARAMS: {"do_remote_prefill": True, **place}}
@@ -48,12 +49,14 @@ class Front:
         self.client = DisaggregatedClient(replace(config, disaggregation_config=roles), self.engines)
         self.tokens: dict[str, list[int]] = {}
         self.ended: dict[str, FinishReason] = {}
+        self.queued: list[float] = []
 
     async def read(self) -> None:
         while True:
             for output in (await self.client.get_output_async()).outputs:
                 assert output.request_id not in self.ended, "something came after the end"
                 self.tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+                self.queued += [] if output.queued_seconds is None else [output.queued_seconds]
                 if output.finish_reason is not None:
                     self.ended[output.request_id] = output.finish_reason
 
@@ -79,7 +82,13 @@ class Front:
     def assert_nothing_is_left(self) -> None:
         assert self.num_requests() == [0, 0]
         client = self.client
-        assert not client._requests and not client._held and not client._prefilling and not client._kept
+        assert (
+            not client._requests
+            and not client._held
+            and not client._prefilling
+            and not client._kept
+            and not client._queued
+        )
 
 
 @asynccontextmanager
@@ -124,6 +133,7 @@ def test_a_prompt_is_computed_by_a_prefill_engine_once(keeps: bool) -> None:
         assert (params.kv_transfer_params is not None, params.max_tokens) == (keeps, 3)
         await made.step(DECODE, 3)
         assert made.ended == {"r": FinishReason.LENGTH} and len(made.tokens["r"]) == 3
+        assert made.queued == [1.0 + 2.0], "it waited at both engines, and is counted once"
         made.assert_nothing_is_left()
         assert made.engines[PREFILL].calls == []
 
