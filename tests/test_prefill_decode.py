@@ -17,6 +17,7 @@ from stage03_engine.llm import LLM
 from stage03_engine.sampling_params import SamplingParams
 from stagetrace import read_run
 from stagetrace.check.invariants import check
+from stagetrace.read.story import tell
 
 STEMS = [
     "To be, or not to be, that is the question, my lord, ",
@@ -159,7 +160,8 @@ def test_the_recording_shows_the_way_of_each_block(tmp_path: Path) -> None:
     one = Several("--disaggregate", "1:1", "--trace", str(tmp_path))
     try:
         one.wait_until_whole()
-        assert one.post(prompt=PROMPTS[4]).status_code == 200
+        for _ in range(2):
+            assert one.post(prompt=PROMPTS[4], max_tokens=3, ignore_eos=True).status_code == 200
         wait_until_no_block_is_used(one.url)
         one.end()
     finally:
@@ -169,7 +171,15 @@ def test_the_recording_shows_the_way_of_each_block(tmp_path: Path) -> None:
     assert (asked.proc, sent.proc, received.proc) == ("EngineCore_DP1", "EngineCore_DP0", "EngineCore_DP1")
     assert (sent.cause, received.cause) == (asked.ref, sent.ref)
     assert asked.req == sent.req == received.req == run.named("dp.prefilled")[0].req
-    assert [event.args["engine"] for event in run.named("dp.routed")] == [0, 1]
+    assert [event.args["engine"] for event in run.named("dp.routed")] == [0, 1] * 2
     assert received.args["num_blocks"] == asked.args["num_blocks"] and not received.args["missing"]
-    assert [event.args["why"] for event in run.named("kv_p2p.released")] == ["done"]
+    assert [event.args["why"] for event in run.named("kv_p2p.released")] == ["done"] * 2
+    first, second = list(tell(run.events).requests.values())
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 16 * received.args["num_blocks"])
+    for story in (first, second):  # the token of the prefill engine is none of the answer's
+        assert story.num_output_tokens == len(story.token_ns) == len(story.delivery.tokens) == 3
+        assert all(
+            token.engine_ns < token.sent_ns < token.received_ns < token.text_ns for token in story.delivery.tokens
+        )
+        assert [token.engine_ns for token in story.delivery.tokens] == story.token_ns
     assert not check(tmp_path).findings

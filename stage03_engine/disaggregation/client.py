@@ -21,7 +21,7 @@ from stage03_engine.frontend.features.data_parallel.balancing import Balancer, C
 from stage03_engine.frontend.features.data_parallel.client import DPLBAsyncMPClient, ScalingError
 from stage03_engine.frontend.features.data_parallel.engine import DPAsyncMPClient, Engine, MakeEngine
 from stage03_engine.frontend.features.data_parallel.in_flight import InFlight
-from stage03_engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from stage03_engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from stagetrace import trace
 
 PARAMS = "kv_transfer_params"
@@ -77,7 +77,8 @@ class DisaggregatedClient(DPLBAsyncMPClient):
         self._folder = private_folder()
         self.roles = Roles(config, self._folder.path)
         self._prefilling: set[str] = set()  # requests that are, or wait, for their first token
-        self._kept: dict[str, Kept] = {}
+        self._kept: dict[str, Kept | None] = {}  # of requests that a prefill engine is through with; None: no block
+        self._queued: dict[str, float] = {}  # seconds that they waited at a prefill engine, until the answer begins
         super().__init__(config, lambda own, index: make_engine(self.roles.of(own, index), index))
 
     def _new_balancer(self) -> Balancer:
@@ -118,6 +119,9 @@ class DisaggregatedClient(DPLBAsyncMPClient):
     def _received(self, engine: Engine, outputs: EngineCoreOutputs) -> None:
         if self.roles.computes_prompts(engine.index):
             outputs.outputs = [output for output in outputs.outputs if not self._is_prefilled(engine, output)]
+        for output in outputs.outputs:
+            if output.queued_seconds is not None:
+                output.queued_seconds += self._queued.pop(output.request_id, 0.0)
         super()._received(engine, outputs)
 
     def _is_prefilled(self, engine: Engine, output: EngineCoreOutput) -> bool:
@@ -129,11 +133,14 @@ class DisaggregatedClient(DPLBAsyncMPClient):
                 self._release(Kept(engine.client, engine.index, params))
                 return True
             return False
+        if output.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
+            self._prefilling.discard(request_id)
+            return False  # it was refused, or ended: the client hears it
         if output.finish_reason is not None:
             self._prefilling.discard(request_id)
             self._leave(engine, in_flight, output.num_cached_tokens)
-            if params is not None:
-                self._kept[request_id] = Kept(engine.client, engine.index, params)
+            self._queued[request_id] = output.queued_seconds or 0.0
+            self._kept[request_id] = None if params is None else Kept(engine.client, engine.index, params)
             if trace.on:
                 trace.emit("dp.prefilled", req=request_id, engine=engine.index, is_kept=params is not None)
             self._in_background(self._go_on(in_flight))
@@ -157,6 +164,7 @@ class DisaggregatedClient(DPLBAsyncMPClient):
     def _forget(self, request_id: str) -> InFlight | None:
         in_flight = super()._forget(request_id)
         self._prefilling.discard(request_id)
+        self._queued.pop(request_id, None)
         if in_flight is not None and in_flight.engine is None:
             self._let_go(request_id)
         self._kept.pop(request_id, None)  # the decode engine tells the prefill engine

@@ -22,7 +22,7 @@ from stage03_engine.core.engine_core import EngineCore
 from stage03_engine.core.features.kv_transfer.connector import KVConnectorHook
 from stage03_engine.core.features.prefix_cache_reset.prefix_cache_reset import reset_prefix_cache
 from stage03_engine.disaggregation.manifest import CONFLICTS, sizes_of
-from stage03_engine.errors import ConfigError
+from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.llm import LLM
 from stage03_engine.messages import EngineCoreOutput, EngineCoreRequest
 from stage03_engine.params.structured_outputs import StructuredOutputsParams
@@ -454,6 +454,29 @@ def test_one_line_says_what_is_wrong(given_settings: dict[str, Any], says: str) 
     with pytest.raises(ConfigError, match=says) as caught:
         EngineArgs.from_kwargs(model="gpt2-tiny", **SMALL | given_settings)
     assert "\n" not in str(caught.value)
+
+
+SOMEWHERE: dict[str, Any] = {
+    "do_remote_prefill": True,
+    "remote_host": "127.0.0.1",
+    "remote_port": 9,
+    "remote_request_id": 3,
+}
+NOWHERE: list[Any] = [
+    [1], "all", {"do_remote_prefill": True},
+    *[{name: value for name, value in SOMEWHERE.items() if name != left_out} for left_out in list(SOMEWHERE)[1:]],
+    *[SOMEWHERE | {"remote_host": host} for host in ("", 5, None, "a\0b", "a" * 256)],
+    *[SOMEWHERE | {"remote_port": port} for port in (0, -1, 1 << 16, "9", True, None)],
+    *[SOMEWHERE | {"remote_request_id": place} for place in (-1, 1 << 63, "3", [3], 3.0, True, None)],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("given_params", NOWHERE, ids=str)
+def test_what_no_producer_said_is_refused(given_params: Any) -> None:
+    """Before an engine fails with it, or its thread does, in silence."""
+    with pytest.raises(InvalidRequestError, match="kv_transfer_params must be what a producer answered"):
+        SamplingParams(kv_transfer_params=given_params)
+    assert SamplingParams(kv_transfer_params=SOMEWHERE) and SamplingParams(kv_transfer_params=DO_REMOTE_DECODE)
 
 
 def test_several_api_servers_are_refused() -> None:

@@ -17,6 +17,7 @@ from patience import PATIENCE
 from small_gpt2 import first_layers
 
 from stage03_engine.arg_utils import EngineArgs
+from stage03_engine.core.features.prefault import hook
 from stage03_engine.core.model_runner import ModelRunner
 from stage03_engine.llm import LLM
 from stage03_engine.sampling_params import SamplingParams
@@ -115,6 +116,22 @@ def test_the_switch_leaves_the_memory_where_it_is(model: Path, runners: list[Mod
 def test_who_gets_it(model: Path, more: dict[str, Any], installed: bool) -> None:
     config = EngineArgs(model=str(model), **SETTINGS | more).create_engine_config()[0]
     assert (HOOK in config.hooks("runner")) is installed
+
+
+def test_an_engine_that_ends_before_its_thread_runs(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread finds no cache, and says nothing."""
+    waiting: list[threading.Thread] = []
+
+    class Late(threading.Thread):
+        def start(self) -> None:
+            waiting.append(self)
+
+    monkeypatch.setattr(hook, "Thread", Late)
+    with LLM(str(model), **SETTINGS):
+        pass
+    for thread in waiting:
+        thread.run()
+    assert len(waiting) == 1
 
 
 @settings(max_examples=40, deadline=None)

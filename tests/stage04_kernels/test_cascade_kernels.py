@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -145,6 +146,24 @@ def test_the_group_that_saves_most_is_chosen(lengths: list[int], expected: tuple
     assert found[:1] == ([SharedPrefix(*expected)] if expected else [])
     if expected:
         assert saved_bytes(found[:1], 1000) == (len(expected[0]) - 1) * expected[1] * 1000
+
+
+@pytest.mark.parametrize("size_of_family", [1, 7, 8])
+def test_requests_that_share_too_little_cost_nothing(size_of_family: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a look at each: the host searches in every step. A table with too few columns is no error."""
+    searches, sort = 0, np.argsort
+
+    def counting(*given: Any, **how: Any) -> Any:
+        nonlocal searches
+        searches += 1
+        return sort(*given, **how)
+
+    monkeypatch.setattr(np, "argsort", counting)
+    family, column = np.mgrid[0:224, 0:20]
+    table = (family // size_of_family * 20 + column).astype(np.int32)
+    found = find_shared_prefixes(table, np.full(224, 320), 16)
+    assert len(found) == searches == (28 if size_of_family == 8 else 0)
+    assert find_shared_prefixes(table[:, :3], np.full(224, 48), 16) == []
 
 
 def test_two_families_of_requests_have_a_prefix_each() -> None:

@@ -62,8 +62,9 @@ def find_shared_prefixes(
     """
     found: list[SharedPrefix] = []
     full = computed // block_size  # blocks that lie before every query token of a request
-    left = np.flatnonzero(full * block_size >= min_tokens)
-    while len(left) >= max(2, min_requests):
+    column, least = max(0, -(-min_tokens // block_size) - 1), max(2, min_requests)
+    left = _crowd(np.flatnonzero(full * block_size >= min_tokens), block_table, column, least)
+    while len(left):
         first, together = left[0], left[block_table[left, 0] == block_table[left[0], 0]]
         depth = int(full[first])
         same = block_table[together, :depth] == block_table[first, :depth]
@@ -72,14 +73,22 @@ def find_shared_prefixes(
         order = np.argsort(-lengths, kind="stable")  # `together[order[:n]]` share `lengths[order[n - 1]]` blocks
         shared = lengths[order]
         numbers = np.arange(1, len(order) + 1)
-        allowed = (numbers >= max(2, min_requests)) & (shared * block_size >= min_tokens)
+        allowed = (numbers >= least) & (shared * block_size >= min_tokens)
         saved = np.where(allowed, (numbers - 1) * shared, 0)
         count = int(saved.argmax()) + 1
         taken = together[order[:count]] if saved.any() else left[:1]
         if saved.any():
             found.append(SharedPrefix(sorted(taken.tolist()), int(shared[count - 1])))
-        left = np.setdiff1d(left, taken)
+        left = _crowd(np.setdiff1d(left, taken), block_table, column, least)
     return found
+
+
+def _crowd(requests: np.ndarray, block_table: np.ndarray, column: int, least: int) -> np.ndarray:
+    """Those whose block in this column `least` of them have: nobody else shares so much. In most steps that is nobody, and the host has nothing more to do."""
+    if len(requests) < least:  # then the table may have fewer columns
+        return requests[:0]
+    _, which, counts = np.unique(block_table[requests, column], return_inverse=True, return_counts=True)
+    return requests[counts[which] >= least]
 
 
 def saved_bytes(prefixes: list[SharedPrefix], block_bytes: int) -> int:

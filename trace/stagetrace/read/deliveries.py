@@ -43,6 +43,7 @@ class Delivery:
     num_yielded: int = 0  # of those, handed to the caller of generate()
     num_client: int = 0  # of those, sent
     num_again: int = 0  # tokens that it has and that another engine, after the death of its own, computes once more
+    num_before: int = 0  # tokens that it had when its engine got it
 
     def became_text(self, count: int, ts: int) -> None:
         """The next tokens are text; those that the engine did not record show up here."""
@@ -113,12 +114,17 @@ class Deliveries:
             self._adopt(event.req or "", f"{number}_{event.req}")
 
     def _routed(self, event: Event) -> None:
-        """The engine of a request died: the tokens that the front end did not receive are lost."""
+        """If the engine of a request died, the tokens that the front end did not receive are lost."""
+        delivery = self.delivery(event.req)
         if event.args["again"]:
-            delivery = self.delivery(event.req)
             received = sum(bool(token.received_ns) for token in delivery.tokens)
-            delivery.num_again = max(received, delivery.num_text)
-            del delivery.tokens[delivery.num_again :]
+            del delivery.tokens[max(received, delivery.num_text) :]
+        delivery.num_again = delivery.num_before = len(delivery.tokens)
+
+    def _prefilled(self, event: Event) -> None:
+        """The token of an engine that only computes prompts is nobody's."""
+        delivery = self.delivery(event.req)
+        del delivery.tokens[delivery.num_before :]
 
     def _token(self, event: Event) -> None:
         delivery = self.delivery(event.req)
@@ -166,6 +172,7 @@ _HANDLERS: dict[str, Callable[[Deliveries, Event], None]] = {
     "request.validated": Deliveries._validated,
     "request.fanned_out": Deliveries._fanned_out,
     "dp.routed": Deliveries._routed,
+    "dp.prefilled": Deliveries._prefilled,
     "sched.token": Deliveries._token,
     "zmq.outputs_sent": Deliveries._sent,
     "zmq.outputs_received": Deliveries._received,

@@ -221,6 +221,12 @@ class Story:
         if event.args["again"]:
             del request.token_ns[len(request.delivery.tokens) :]
 
+    def _prefilled(self, event: Event) -> None:
+        """It goes on elsewhere, without the token that ended it here."""
+        request = self.requests[event.req or ""]
+        del request.token_ns[len(request.delivery.tokens) :]
+        request.num_output_tokens, request.reason = len(request.token_ns), None
+
     def _queued(self, event: Event) -> None:
         request = self.requests[event.req or ""]
         request.num_prompt_tokens = event.args["num_prompt_tokens"]
@@ -234,7 +240,7 @@ class Story:
 
     def _prefix_hit(self, event: Event) -> None:
         request = self.requests[event.req or ""]
-        if not request.num_preemptions:  # later it finds what it had computed itself
+        if not request.num_preemptions and len(request.engines) < 2:  # later it finds what was computed for it
             request.num_cached_tokens += event.args["num_tokens"]
         if (step := self._step_of(event)) is not None:
             step.prefix_hits[event.req or ""] = event.args["num_tokens"]
@@ -341,6 +347,7 @@ _HANDLERS: dict[str, Callable[[Story, Event], None]] = {
     "run.start": Story._header,
     "scheduler.created": Story._created,
     "dp.routed": Story._routed,
+    "dp.prefilled": Story._prefilled,
     "sched.queued": Story._queued,
     "sched.admit": Story._admitted,
     "sched.resume": Story._admitted,

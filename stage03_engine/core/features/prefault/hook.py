@@ -66,6 +66,8 @@ class PrefaultHook(RunnerHook):
     def _prefault(self, first: int, end: int) -> None:
         """The keys and the values of each layer lie in one piece, block by block."""
         halves = [half[first:end] for cache in self.runner.kv_caches for half in cache]
+        if not halves:
+            return  # the engine ended before the system let the thread run
         starts = (ctypes.c_void_p * len(halves))(*(half.data_ptr() for half in halves))
         function("prefault", "pll")(ctypes.addressof(starts), len(halves), halves[0].nbytes)
         if trace.on:
