@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 
 from stage02_server.features.held_bytes.held import HeldBytes
+from stage02_server.features.images.parts import images_of
 from stage02_server.middleware import TENANT
 from stage02_server.protocol import ChatCompletionRequest, ContentPart
 from stage02_server.serving_chat import OpenAIServingChat
@@ -57,13 +58,6 @@ def check_domains(domains: Sequence[str]) -> None:
             raise ConfigError(f"allowed_media_domains: {domain!r} is no host: leave out https://, ports and paths")
 
 
-def images_of(request: ChatCompletionRequest) -> list[ContentPart]:
-    """The parts that are pictures, in order."""
-    lists = (message.content for message in request.messages if isinstance(message.content, list))
-    parts = (part for parts in lists for part in parts if not isinstance(part, str))
-    return [part for part in parts if part.type == "image_url" and part.url is not None]
-
-
 class ServingChatWithImages(OpenAIServingChat):
     """Takes the place of the handler of chats. A chat without pictures takes the same way as ever."""
 
@@ -82,7 +76,7 @@ class ServingChatWithImages(OpenAIServingChat):
 
     async def create_chat_completion(self, request: ChatCompletionRequest, raw_request: Request) -> Result:
         """As without pictures. Those are loaded first. Raises InvalidRequestError, and APIError 429 if there is no room for so many."""
-        parts = images_of(request)
+        parts = images_of(request.messages)
         if not parts:
             return await super().create_chat_completion(request, raw_request)
         self.check(request)
@@ -128,7 +122,7 @@ class ServingChatWithImages(OpenAIServingChat):
         self, request: Any, prompts: Prompts, params: SamplingParams, *rest: Any, **more: Any
     ) -> EngineRequests:
         """As without pictures; the prompt has places for them, and the engine's request holds them."""
-        pictures = [part.picture for part in images_of(request)]
+        pictures = [part.picture for part in images_of(request.messages)]
         if pictures:
             params = msgspec.structs.replace(params, num_images=len(pictures))
         requests = await super().tokenize(request, prompts, params, *rest, **more)

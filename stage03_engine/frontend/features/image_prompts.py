@@ -33,7 +33,7 @@ class WithPictures:
         vision = config.shape.vision
         if vision is None:
             raise _wrong("this model takes text alone; leave the images out")
-        attach(request, [_prepared(picture, vision) for picture in self.pictures], config.shape)
+        attach(request, [as_picture(picture, vision, FIELD) for picture in self.pictures], config.shape)
 
 
 class SeeingText(WithPictures, str):
@@ -69,22 +69,23 @@ def image_prompt(given: Mapping[str, Any]) -> Any:
     return SeeingText(plain, pictures) if isinstance(plain, str) else SeeingTokens(plain, pictures)
 
 
-def _wrong(why: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{FIELD}: {why}.", FIELD)
+def _wrong(why: str, field: str = FIELD) -> InvalidRequestError:
+    return InvalidRequestError(f"{field}: {why}.", field)
 
 
-def _prepared(picture: Any, vision: VisionShape) -> Picture:
-    if isinstance(picture, Picture):
-        return picture
+def as_picture(given: Any, vision: VisionShape, field: str) -> Picture:
+    """What a caller gives, ready for the engine. Raises InvalidRequestError, which names `field`."""
+    if isinstance(given, Picture):
+        return given
     if find_spec("PIL") is None:
-        raise _wrong("pictures need Pillow; install the project with its extra `images`")
+        raise _wrong("pictures need Pillow; install the project with its extra `images`", field)
     from PIL import Image
 
     from stage03_engine.multimodal.picture import BROKEN, picture_of
 
-    if not isinstance(picture, Image.Image):
-        raise _wrong(f"a picture is a PIL.Image.Image, not {type(picture).__name__}")
+    if not isinstance(given, Image.Image):
+        raise _wrong(f"a picture is a PIL.Image.Image, not {type(given).__name__}", field)
     try:
-        return picture_of(picture, vision.processor)
+        return picture_of(given, vision.processor)
     except BROKEN:
-        raise _wrong("a picture is broken, or has no pixels") from None
+        raise _wrong("a picture is broken, or has no pixels", field) from None
