@@ -260,3 +260,16 @@ def test_tokens_are_counted_with_the_places_of_images(serve: Callable[..., InPro
     )
     assert two - one == PLACES
     assert server.post(COUNT, body("See")).status_code == httpx.codes.OK
+
+
+def test_a_prompt_loses_no_part_of_an_image(serve: Callable[..., InProcessServer]) -> None:
+    """What is cut is cut from text."""
+    server = serve()
+    long = responses(input_image(1), "x" * 900, truncation="auto")
+    assert refusal(server, RESPONSES, long).startswith("truncation: the prompt would lose an image")
+    assert server.post(RESPONSES, responses("x" * 900, input_image(1), truncation="auto")).status_code == 200
+    image = {"type": "image_url", "image_url": {"url": input_image(1)["image_url"]}}
+    chat = {"messages": [{"role": "user", "content": ["See", image, "this"]}], "max_tokens": 4}
+    for keep in (4, len("this assistant:") + PLACES - 1):
+        assert "would lose an image" in refusal(server, "/v1/chat/completions", chat | {"truncate_prompt_tokens": keep})
+    assert server.post("/v1/chat/completions", chat | {"truncate_prompt_tokens": 40}).status_code == 200
