@@ -1,4 +1,4 @@
-"""Images in `LLM.chat` (vllm/entrypoints/chat_utils.py, the parts image_url and image_pil)."""
+"""Images in `LLM.chat` (vllm/renderers/chat_utils/item_tracker.py, the parts image_url and image_pil)."""
 
 from __future__ import annotations
 
