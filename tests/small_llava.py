@@ -75,3 +75,21 @@ def encoded(image: Image.Image, form: str = "PNG") -> bytes:
     file = io.BytesIO()
     image.save(file, form)
     return file.getvalue()
+
+
+def reference_tokens(folder: Path, text: str, images: list[Image.Image], count: int) -> list[int]:
+    """What transformers answers, with its own preparation of the pictures; one `<image>` in the text stands for each."""
+    from transformers import AutoImageProcessor, LlavaForConditionalGeneration
+
+    tokenizer = Backend.from_file(str(folder / "tokenizer.json"))
+    prompt = tokenizer.encode(text.replace("<image>", "<image>" * PLACES), add_special_tokens=False).ids
+    processor = AutoImageProcessor.from_pretrained(folder, use_fast=False)
+    given = {"pixel_values": processor(images, return_tensors="pt").pixel_values} if images else {}
+    model = LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        found = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, eos_token_id=None, **given
+        )
+    tokens: list[int] = found[0, len(prompt) :].tolist()
+    return tokens

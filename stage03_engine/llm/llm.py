@@ -101,11 +101,10 @@ class LLM:
         changes: dict[str, Any] = {"output_kind": RequestOutputKind.FINAL_ONLY}
         if lora_request is not None:
             changes |= wanted("engine", "adapter_of", "an adapter")(self, lora_request)
-        whole = [replace(own, **changes, **getattr(text, "params", {})) for own, (text, _) in zip(each, batch)]
+        whole = [replace(own, **changes) for own in each]
+        process = partial(find("engine", "processed") or InputProcessor.process_inputs, self.input_processor)
         requests = [
-            self.input_processor.process_inputs(
-                self.next_id(), text, own, add_special_tokens=add_special_tokens, priority=rank, cache_salt=salt
-            )
+            process(self.next_id(), text, own, add_special_tokens=add_special_tokens, priority=rank, cache_salt=salt)
             for (text, salt), own, rank in zip(batch, whole, first)
         ]
         return self.run_all(requests, [text for text, _ in batch], use_tqdm)

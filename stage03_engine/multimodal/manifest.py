@@ -118,6 +118,7 @@ FEATURE = Feature(
         "stage03_engine.core.features.multimodal",
         "stage03_engine.params.multimodal",
         "stage03_engine.frontend.features.image_inputs",
+        "stage03_engine.frontend.features.image_prompts",
     ),
     settings={"VllmConfig": MultiModalFlags, "SchedulerConfig": EncoderFlags},
     parts=(
@@ -126,6 +127,7 @@ FEATURE = Feature(
         Part("architecture", ".llava:read_llava", key=LLAVA, model_type="llava"),
         Part("model", _CORE + "llava:LlavaForConditionalGeneration", key=LLAVA),
         Part("engine", ".llava:LLAVA", key=f"multimodal:{LLAVA}"),
+        Part("engine", "stage03_engine.frontend.features.image_prompts:image_prompt", key="prompt:multi_modal_data"),
         Part("counts", ".manifest:COUNTS"),
         Part("replay", _CORE + "recorded:RecordedEncoderHook", key="images"),
     ),

@@ -3,6 +3,8 @@ MultiModalFeatureSpec)."""
 
 from __future__ import annotations
 
+import hashlib
+
 import msgspec
 
 
@@ -13,6 +15,11 @@ class Picture(msgspec.Struct, frozen=True, gc=False):
     data: bytes  # [image_size, image_size, 3]
     width: int  # of the file that it was
     height: int
+
+    @classmethod
+    def of(cls, pixels: bytes, width: int, height: int) -> Picture:
+        """With the name that says what it shows."""
+        return cls(hashlib.sha256(pixels).hexdigest(), pixels, width, height)
 
 
 class MultiModalFeature(msgspec.Struct, array_like=True, gc=False):

@@ -229,24 +229,6 @@ def test_a_model_of_text_alone_says_so(server: InProcessServer) -> None:
     assert "this is not a multimodal model" in refusal(server, chat("What?", image(1)))
 
 
-OTHER_CHATS = {
-    "/v1/responses": lambda part: {"input": [{"role": "user", "content": [part]}]},
-    "/v1/messages": lambda part: {"messages": [{"role": "user", "content": [part]}], "max_tokens": 4, "model": "m"},
-}
-
-
-@pytest.mark.parametrize("path", OTHER_CHATS)
-def test_other_chats_take_texts_as_ever_and_no_images(path: str, serve: Callable[..., InProcessServer]) -> None:
-    server, make = serve(served_model_name=("m",)), OTHER_CHATS[path]
-    text = {"type": "input_text" if "responses" in path else "text", "text": "What?"}
-    assert server.post(path, make(text)).status_code == 200
-    url = data_url(encoded(picture(1)))
-    source = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
-    for part in ({"type": "input_image", "image_url": url}, {"type": "image", "source": source}):
-        response = server.post(path, make(part))
-        assert response.status_code == 400 and "\n" not in response.json()["error"]["message"]
-
-
 def test_without_pillow_it_does_not_start(
     serve: Callable[..., InProcessServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:

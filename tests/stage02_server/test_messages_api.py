@@ -231,7 +231,7 @@ ONLY_TEXT = "Only text can be served, not a content block of type"
         (said("x", messages=[{"role": "tool", "content": "x"}]), "messages: Input should be 'user', 'assistant' or 'system'"),
         (said("\ud800"), "messages: Input should be a valid string"),
         (said("x" * 2000), "context length"),
-        (said([{"type": "image", "source": {"type": "base64", "data": ""}}]), f"{ONLY_TEXT} 'image'."),
+        (said([{"type": "image", "source": {"type": "base64", "data": ""}}]), "The source of an image is of type base64"),
         (said([{"type": "document"}]), f"{ONLY_TEXT} 'document'."),
         (said([{"type": "text"}]), "A text block needs text."),
         (said("x", system=[{"type": "image"}]), f"{ONLY_TEXT} 'image'."),
@@ -242,7 +242,7 @@ ONLY_TEXT = "Only text can be served, not a content block of type"
         (
             said("x", messages=[*TALK[:2], {"role": "user", "content": [
                 {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "image"}]}]}]),
-            f"{ONLY_TEXT} 'image'.",
+            "An image block needs source.",
         ),
         (said("x", stop_sequences=[""]), "stop_sequences must be without empty strings"),
         (said("x", stop_sequences=list("abcde")), "stop_sequences: List should have at most 4 items"),

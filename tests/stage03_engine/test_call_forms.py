@@ -41,7 +41,7 @@ WRONG: list[Any] = [
         {1: 2},
     ),
     *(
-        {"prompt": "a", "multi_modal_data": {}},
+        {"prompt": "a", "mm_processor_kwargs": {}},
         {"prompt": "a", "cache_salt": 1},
         None,
         7,

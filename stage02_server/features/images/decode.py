@@ -1,4 +1,4 @@
-"""From a picture's file to what the vision tower sees (vllm/multimodal/media/image.py; transformers' CLIPImageProcessor).
+"""From a picture's file to what the vision tower sees (vllm/multimodal/media/image.py).
 
 Pillow decodes; what a file says about its size is held against the limit before anything is decoded. Runs in a process of its own
 (process.py).
@@ -9,15 +9,14 @@ from __future__ import annotations
 import base64
 import binascii
 import io
-import struct
 
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 
 from stage03_engine.errors import InvalidRequestError
+from stage03_engine.multimodal.picture import BROKEN, pixels_of, resized_size
 from stage03_engine.multimodal.shape_fields import ImageProcessorConfig
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-BROKEN = (OSError, ValueError, SyntaxError, TypeError, EOFError, IndexError, KeyError, struct.error)
 Image.MAX_IMAGE_PIXELS = None  # the limit here is ours
 
 
@@ -33,8 +32,7 @@ def prepared(
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             width, height = image.size
             _check_size(width, height, max_pixels, settings)
-            image.load()  # of an animation the first picture
-            return width, height, _fitted(_rgb(ImageOps.exif_transpose(image)), settings).tobytes()
+            return width, height, pixels_of(image, settings)
     except InvalidRequestError:  # or it would count as a ValueError
         raise
     except UnidentifiedImageError:
@@ -63,41 +61,6 @@ def _check_size(width: int, height: int, max_pixels: int, settings: ImageProcess
         raise refused("has no pixels")
     if width * height > max_pixels:
         raise refused(f"has {width} x {height} pixels; at most {max_pixels} (--max-image-pixels)")
-    wide, high = _resized_size(width, height, settings)
+    wide, high = resized_size(width, height, settings)
     if wide * high > max_pixels:
         raise refused(f"of {width} x {height} pixels would be resized to {wide} x {high}; at most {max_pixels} pixels")
-
-
-def _resized_size(width: int, height: int, settings: ImageProcessorConfig) -> tuple[int, int]:
-    """(width, height). One number is the length of the shorter side; the other one keeps the proportions."""
-    if settings.resize is None:
-        return width, height
-    if isinstance(settings.resize, tuple):
-        return settings.resize[1], settings.resize[0]
-    short = settings.resize
-    if width <= height:
-        return short, int(short * height / width)
-    return int(short * width / height), short
-
-
-def _rgb(image: Image.Image) -> Image.Image:
-    """What is transparent becomes white, as in vLLM."""
-    if image.mode == "P" and "transparency" in image.info:
-        image = image.convert("RGBA")
-    if image.mode in ("RGBA", "LA", "PA"):
-        over = image.convert("RGBA")
-        image = Image.new("RGB", image.size, (255, 255, 255))
-        image.paste(over, mask=over.getchannel("A"))
-    return image.convert("RGB")
-
-
-def _fitted(image: Image.Image, settings: ImageProcessorConfig) -> Image.Image:
-    """Resized, and the middle of it."""
-    size = _resized_size(*image.size, settings)
-    if settings.resize is not None:
-        image = image.resize(size, Image.Resampling(settings.resample))
-    if settings.crop is None:
-        return image
-    high, wide = settings.crop
-    left, top = (image.width - wide) // 2, (image.height - high) // 2
-    return image.crop((left, top, left + wide, top + high))  # black where the picture is smaller

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import signal
 import subprocess
 import sys
@@ -58,7 +57,7 @@ class ImageDecoder:
             raise InvalidRequestError(f"image_url: the image {why}.", "messages") from None
         if problem:
             raise InvalidRequestError(problem, "messages")
-        return Picture(hashlib.sha256(pixels).hexdigest(), pixels, width, height)
+        return Picture.of(pixels, width, height)
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is not None and self._process.poll() is not None:  # killed since then

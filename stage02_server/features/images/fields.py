@@ -34,6 +34,11 @@ class ImagePart(ContentKind):
         assert self._picture is not None
         return self._picture
 
+    @property
+    def is_loaded(self) -> bool:
+        """Is it there?"""
+        return self._picture is not None
+
     def loaded(self, picture: Picture, placeholder: str) -> None:
         """It is there; `placeholder` stands for it in the prompt."""
         self._picture, self._placeholder = picture, placeholder
@@ -44,7 +49,7 @@ class ImagePart(ContentKind):
             return None
         if self._picture is None:
             raise InvalidRequestError(
-                "image_url: this is not a multimodal model, or not its route /v1/chat/completions; leave the image out.",
+                "image_url: this is not a multimodal model, or a route that takes texts alone; leave the image out.",
                 "messages",
             )
         return self._placeholder

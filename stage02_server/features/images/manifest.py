@@ -40,6 +40,7 @@ FEATURE = Feature(
     parts=(
         Part("content", ".fields:ImagePart", key="image_url"),
         Part("routes", ".serving:install", tasks=("image",)),
+        Part("server", ".offline:OfflineImages", key="offline_images"),
     ),
     needs=("multimodal", "chat_template", "held_bytes"),
     events=("image.loaded",),

@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 
 from stage02_server.features.held_bytes.held import HeldBytes
+from stage02_server.features.images.parts import images_of
 from stage02_server.middleware import TENANT
 from stage02_server.protocol import ChatCompletionRequest, ContentPart
 from stage02_server.serving_chat import OpenAIServingChat
@@ -32,10 +33,10 @@ MOST_COPIES = 64  # of images on their way to the engine, which gets them with e
 
 
 def install(app: FastAPI, services: Services) -> None:
-    """Chats go through the handler that knows pictures. Raises ConfigError without Pillow, and for a limit that is none."""
+    """Chats go through the handler that knows pictures, and what other APIs make into chats asks it too. Raises ConfigError without Pillow, and for a limit that is none."""
     if find_spec("PIL") is None:
         raise ConfigError("a model that sees needs Pillow; install the project with its extra `images`")
-    app.state.openai_serving_chat = ServingChatWithImages(services)
+    app.state.openai_serving_chat = app.state.images = ServingChatWithImages(services)
 
 
 def limit_of(given: dict[str, Any] | None, modalities: Sequence[str]) -> int:
@@ -57,13 +58,6 @@ def check_domains(domains: Sequence[str]) -> None:
             raise ConfigError(f"allowed_media_domains: {domain!r} is no host: leave out https://, ports and paths")
 
 
-def images_of(request: ChatCompletionRequest) -> list[ContentPart]:
-    """The parts that are pictures, in order."""
-    lists = (message.content for message in request.messages if isinstance(message.content, list))
-    parts = (part for parts in lists for part in parts if not isinstance(part, str))
-    return [part for part in parts if part.type == "image_url" and part.url is not None]
-
-
 class ServingChatWithImages(OpenAIServingChat):
     """Takes the place of the handler of chats. A chat without pictures takes the same way as ever."""
 
@@ -73,7 +67,7 @@ class ServingChatWithImages(OpenAIServingChat):
         super().__init__(services)
         info, shape = MULTIMODAL_REGISTRY.info(services.engine.vllm_config.shape), services.engine.vllm_config.shape
         assert info is not None and shape.vision is not None
-        self._placeholder, self._shape = info.placeholder, shape
+        self._placeholder, self._shape, self._places = info.placeholder, shape, info.num_tokens(shape)
         self._limit = limit_of(self.args.limit_mm_per_prompt, info.modalities)
         check_domains(self.args.allowed_media_domains or ())
         self._loader = ImageLoader(self.args, shape.vision.processor)
@@ -82,16 +76,25 @@ class ServingChatWithImages(OpenAIServingChat):
 
     async def create_chat_completion(self, request: ChatCompletionRequest, raw_request: Request) -> Result:
         """As without pictures. Those are loaded first. Raises InvalidRequestError, and APIError 429 if there is no room for so many."""
-        parts = images_of(request)
-        if not parts:
-            return await super().create_chat_completion(request, raw_request)
-        self.check(request)
-        copies = self._checked_copies(request, len(parts))
+        if images_of(request.messages):
+            self.check(request)
+            await self.load(request, raw_request)
+        return await super().create_chat_completion(request, raw_request)
+
+    async def load(self, chat: ChatCompletionRequest, raw_request: Request) -> None:
+        """Load its pictures, if it has any; of every API whose requests become chats. Raises as `create_chat_completion`."""
+        if not (parts := images_of(chat.messages)):
+            return
+        copies = self._checked_copies(chat, len(parts))
         address, key = raw_request.client.host if raw_request.client else "", TENANT.get()
-        client, req = address if key is None else f"key {key}", raw_request.state.ids.engine_id(0)
+        client, ids = address if key is None else f"key {key}", getattr(raw_request.state, "ids", None)
+        req = None if ids is None else ids.engine_id(0)  # what only counts tokens has none
         with self._held.during(copies * self._image_bytes):
             await run_until_disconnect(raw_request.receive, self._load(parts, client, req))
-        return await super().create_chat_completion(request, raw_request)
+
+    def more_tokens(self, chat: ChatCompletionRequest) -> int:
+        """How many tokens more its prompt has in the engine, where each picture takes as many as it has vectors."""
+        return len(images_of(chat.messages)) * (self._places - 1)
 
     def _checked_copies(self, request: ChatCompletionRequest, count: int) -> int:
         """How many images the engine will hold: each answer of `n` has its own. Raises InvalidRequestError."""
@@ -112,7 +115,7 @@ class ServingChatWithImages(OpenAIServingChat):
             )
         return answers * count
 
-    async def _load(self, parts: list[ContentPart], client: str, req: str) -> None:
+    async def _load(self, parts: list[ContentPart], client: str, req: str | None) -> None:
         for number, part in enumerate(parts):
             started, url = time.monotonic(), part.url
             assert url is not None
@@ -127,8 +130,10 @@ class ServingChatWithImages(OpenAIServingChat):
     async def tokenize(
         self, request: Any, prompts: Prompts, params: SamplingParams, *rest: Any, **more: Any
     ) -> EngineRequests:
-        """As without pictures; the prompt has places for them, and the engine's request holds them."""
-        pictures = [part.picture for part in images_of(request)]
+        """As without pictures; the prompt has places for them, and the engine's request holds them. `chat` is what the request of
+        another API has become."""
+        chat = more.pop("chat", request)
+        pictures = [part.picture for part in images_of(chat.messages)]
         if pictures:
             params = msgspec.structs.replace(params, num_images=len(pictures))
         requests = await super().tokenize(request, prompts, params, *rest, **more)

@@ -35,8 +35,9 @@ from stage03_engine.errors import InvalidRequestError
 BILLING_HEADER = "x-anthropic-billing-header"
 """How Claude Code begins a system block that differs from request to request: it would spoil the prefix cache. vLLM drops it too."""
 
+MEDIA_TYPES = ("image/png", "image/jpeg", "image/gif", "image/webp")
 BLOCKS = {
-    "user": ("text", "tool_result"),
+    "user": ("text", "image", "tool_result"),
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
     "system": ("text",),
 }
@@ -46,18 +47,42 @@ ROLES_OF_CLAUDE_CODE = {"ctx": "user", "msg": "user"}
 """Roles that Anthropic does not document and Claude Code sends, and what vLLM takes them for (normalize_role)."""
 
 
+class ImageSource(BaseModel):
+    """Where an image is."""
+
+    type: Text = Field(description="base64 or url.")
+    media_type: Text | None = Field(
+        default=None, description="Of base64: image/png, image/jpeg, image/gif or image/webp."
+    )
+    data: Text | None = Field(default=None, description="The file in base64.")
+    url: Text | None = Field(default=None, description="An address at one of --allowed-media-domains.")
+
+    def as_url(self) -> str:
+        """Raises InvalidRequestError if it is incomplete."""
+        if self.type == "url" and self.url is not None:
+            return self.url
+        if self.type == "base64" and self.data is not None and self.media_type in MEDIA_TYPES:
+            return f"data:{self.media_type};base64,{self.data}"
+        raise InvalidRequestError(
+            f"The source of an image is of type base64, with data and one of {', '.join(MEDIA_TYPES)} as its media_type, or of type url, with url.",
+            "messages",
+        )
+
+
 class ResultPart(BaseModel):
-    """One part of a tool's result; only text can be served."""
+    """One part of a tool's result: text, or for a model that sees an image."""
 
     type: Text = Field(description="What it is.")
     text: Text | None = Field(default=None, description="The text.")
+    source: ImageSource | None = Field(default=None, description="Of an image: where it is.")
 
 
 class AnthropicContentBlock(BaseModel):
     """One block of a message. What its type has no use for is None."""
 
-    type: Text = Field(description="text, thinking, redacted_thinking, tool_use or tool_result.")
+    type: Text = Field(description="text, image, thinking, redacted_thinking, tool_use or tool_result.")
     text: Text | None = Field(default=None, description="The text.")
+    source: ImageSource | None = Field(default=None, description="Of an image: where it is.")
     thinking: Text | None = Field(default=None, description="What the model thought before it answered.")
     id: Text | None = Field(default=None, description="The id of a tool call.")
     name: Text | None = Field(default=None, description="The tool that was called.")
@@ -79,7 +104,7 @@ class AnthropicContentBlock(BaseModel):
             raise InvalidRequestError("A tool_result block needs tool_use_id.", "messages")
         content: Any = self.content or ""
         if not isinstance(content, str):
-            content = _content([_text_of(part) for part in content])
+            content = _content([_part_of(part) for part in content])
         return ChatMessageParam(role="tool", content=content, tool_call_id=self.tool_use_id)
 
 
@@ -93,9 +118,20 @@ def _text_of(block: AnthropicContentBlock | ResultPart) -> str:
     return block.text
 
 
-def _content(texts: list[str]) -> str | list[ContentPart | str]:
-    """Texts as the content of one message of a chat."""
-    return texts[0] if len(texts) == 1 else [ContentPart(type="text", text=text) for text in texts]
+def _part_of(block: AnthropicContentBlock | ResultPart) -> str | ContentPart:
+    """A text, or an image as a chat knows it. Raises InvalidRequestError."""
+    if block.type != "image":
+        return _text_of(block)
+    if block.source is None:
+        raise InvalidRequestError("An image block needs source.", "messages")
+    return ContentPart.model_validate({"type": "image_url", "image_url": block.source.as_url()})
+
+
+def _content(said: list[str | ContentPart]) -> str | list[ContentPart | str]:
+    """Texts and images as the content of one message of a chat."""
+    if len(said) == 1 and isinstance(said[0], str):
+        return said[0]
+    return [ContentPart(type="text", text=each) if isinstance(each, str) else each for each in said]
 
 
 class AnthropicMessage(BaseModel):
@@ -122,10 +158,10 @@ class AnthropicMessage(BaseModel):
                     f"Only text can be served, not a content block of type {block.type[:50]!r}{where}.", "messages"
                 )
         results = [block.result() for block in self.content if block.type == "tool_result"]
-        texts = [text for block in self.content if block.type == "text" and (text := _text_of(block))]
+        said = [part for block in self.content if block.type in ("text", "image") and (part := _part_of(block))]
         calls = [block.call() for block in self.content if block.type == "tool_use"]
         thoughts = [block.thinking for block in self.content if block.thinking]
-        spoken: dict[str, Any] = {"content": _content(texts)} if texts else {}
+        spoken: dict[str, Any] = {"content": _content(said)} if said else {}
         if calls:
             spoken["tool_calls"] = calls
         if thoughts:
@@ -314,6 +350,8 @@ NAMES_HERE = {"stop": "stop_sequences", "response_format": "output_config.format
 def in_words_of_messages(error: InvalidRequestError) -> InvalidRequestError:
     """The same refusal, with the names that this endpoint's fields have."""
     param, text = error.param or "", str(error)
+    if param == "messages" and text.startswith("image_url: "):  # an image has a source here
+        return InvalidRequestError(f"source: {text.removeprefix('image_url: ')}", param)
     if param not in NAMES_HERE:
         return error
     if text.startswith(param):

@@ -27,7 +27,7 @@ from stage02_server.features.messages.protocol_answer import (
     AnthropicMessagesResponse,
 )
 from stage02_server.features.structured_outputs.fields import is_structured
-from stage02_server.features.tools.prompt import prompt_of
+from stage02_server.features.tools.prompt import images_in, prompt_of, tokenized
 from stage02_server.middleware import RequestIds
 from stage02_server.serving_chat import OpenAIServingChat
 from stage02_server.serving_engine import OpenAIServing, Outputs
@@ -59,9 +59,9 @@ class AnthropicServingMessages(OpenAIServing):
         model = self.check(chat)
         self.trace_validated(chat, ids, model, 1)
         params, parsers = chat.to_sampling_params(self.defaults), self._chat.parsers_for(chat)
-        prompt = await prompt_of(chat, self._template, parsers, receive, ids)
+        prompt = await prompt_of(chat, self._template, parsers, raw_request, ids)
         special = self._template.adds_special_tokens(None)
-        requests = await self.tokenize(chat, [prompt], params, ids, model, receive, special)
+        requests = await tokenized(self, chat, chat, prompt, params, model, special, raw_request)
         parser = None if parsers is None else parsers.parser(chat, prompt, is_structured(requests))
         if parsers is not None:
             parsers.keep_tags(chat, requests)
@@ -76,14 +76,22 @@ class AnthropicServingMessages(OpenAIServing):
         self, request: AnthropicCountTokensRequest, raw_request: Request
     ) -> AnthropicCountTokensResponse:
         """How many tokens the prompt has. Raises APIError, InvalidRequestError, and ClientGoneError."""
+        try:
+            return await self._count(request, raw_request)
+        except InvalidRequestError as error:
+            raise in_words_of_messages(error) from error
+
+    async def _count(self, request: AnthropicCountTokensRequest, raw_request: Request) -> AnthropicCountTokensResponse:
         chat = await asyncio.to_thread(request.as_chat)
         self.check(chat)
         receive = raw_request.receive
-        prompt = await prompt_of(chat, self._template, self._chat.parsers_for(chat), receive)
+        prompt = await prompt_of(chat, self._template, self._chat.parsers_for(chat), raw_request)
         for check in loaded("server", "text_limit"):
             check(self.args, prompt, "messages")
         encode = partial(self.engine_client.tokenizer.encode, prompt, self._template.adds_special_tokens(None))
         count = len(await in_thread_if_long([prompt], receive, encode))
+        if (images := images_in(raw_request)) is not None:
+            count += images.more_tokens(chat)
         same = AnthropicContextManagement(original_input_tokens=count)
         return AnthropicCountTokensResponse(input_tokens=count, context_management=same)
 

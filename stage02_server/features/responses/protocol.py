@@ -32,10 +32,27 @@ from stage03_engine.sampling_params import SamplingParams
 
 
 class InputPart(BaseModel):
-    """One part of an item's content; only text can be served."""
+    """One part of an item's content: text, or for a model that sees an image."""
 
     type: Text = Field(description="What it is.")
     text: Text | None = Field(default=None, description="The text.")
+    image_url: Text | None = Field(
+        default=None,
+        description="Of an input_image: a data: URL with base64, or an address at one of --allowed-media-domains.",
+    )
+    detail: Text | None = Field(default=None, description="Accepted, and not used: all images are brought to one size.")
+
+    def as_chat(self, types: tuple[str, ...]) -> ContentPart:
+        """The part as a chat knows it. Raises InvalidRequestError if it is of none of these types, or incomplete."""
+        if self.type == "input_image" and "input_text" in types:  # what users and tools say
+            if self.image_url is None:
+                raise InvalidRequestError("An input_image needs image_url; this server keeps no files.", "input")
+            return ContentPart.model_validate({"type": "image_url", "image_url": self.image_url})
+        if self.type not in types or self.text is None:
+            raise InvalidRequestError(
+                f"Only text can be served, not a content part of type {self.type[:50]!r}.", "input"
+            )
+        return ContentPart(type="text", text=self.text)
 
 
 class InputItem(BaseModel):
@@ -99,12 +116,7 @@ def _texts(content: str | list[InputPart], *types: str) -> str | list[ContentPar
     """Content as a chat knows it. Raises InvalidRequestError for a part that is of none of these types."""
     if isinstance(content, str):
         return content
-    for part in content:
-        if part.type not in types or part.text is None:
-            raise InvalidRequestError(
-                f"Only text can be served, not a content part of type {part.type[:50]!r}.", "input"
-            )
-    return [ContentPart(type="text", text=part.text) for part in content]
+    return [part.as_chat(types) for part in content]
 
 
 def to_messages(items: list[InputItem]) -> list[ChatMessageParam]:

@@ -21,7 +21,7 @@ from stage02_server.features.responses.protocol_output import ResponseProgress
 from stage02_server.features.responses.store import LOG_STEP, EventLog, ResponseStore, StoredResponse
 from stage02_server.features.structured_outputs.refusal_first import RefusalFirst
 from stage02_server.features.tools.answer_parser import AnswerParser
-from stage02_server.features.tools.prompt import prompt_of
+from stage02_server.features.tools.prompt import prompt_of, tokenized
 from stage02_server.middleware import TENANT, RequestIds
 from stage02_server.protocol import ChatCompletionRequest, ChatMessageParam
 from stage02_server.serving_chat import OpenAIServingChat
@@ -67,9 +67,9 @@ class OpenAIServingResponses(OpenAIServing):
         chat, items = await asyncio.to_thread(self._as_chat, request, earlier, keep)  # there may be thousands of items
         self._check_answer(request, chat)
         params = request.to_sampling_params(self.defaults, chat)
-        prompt = await prompt_of(chat, self._template, self._chat.parsers, raw_request.receive, ids)
+        prompt = await prompt_of(chat, self._template, self._chat.parsers, raw_request, ids)
         special = self._template.adds_special_tokens(None)
-        requests = await self.tokenize(request, [prompt], params, ids, model, raw_request.receive, special)
+        requests = await tokenized(self, request, chat, prompt, params, model, special, raw_request)
         structured = params.structured_outputs is not None
         if structured:
             requests.hooks.append(RefusalFirst())

@@ -35,10 +35,16 @@ class ImagePlaces(InputHook):
 
 
 def attach(request: EngineCoreRequest, pictures: Sequence[Picture], shape: ModelShape) -> MultiModalInputs:
-    """Put the pictures into a request whose prompt has places for them; returns what the request holds now."""
+    """Put the pictures into a request whose prompt has places for them; returns what the request holds now. Raises
+    InvalidRequestError for a prompt that was cut where a picture is."""
     info = MULTIMODAL_REGISTRY.info(shape)
     assert info is not None and shape.vision is not None
     length, offset, features = info.num_tokens(shape), 0, []
+    if request.prompt_token_ids.count(shape.vision.image_token) != length * len(pictures):
+        raise InvalidRequestError(
+            "truncate_prompt_tokens: the prompt would lose an image, or a part of it; leave it out, or shorten the text.",
+            "truncate_prompt_tokens",
+        )
     for picture in pictures:
         offset = request.prompt_token_ids.index(shape.vision.image_token, offset)
         features.append(MultiModalFeature(picture.identifier, offset, length, picture.data))

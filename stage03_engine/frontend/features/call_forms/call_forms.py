@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -20,6 +21,7 @@ from stage03_engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from stage03_engine.frontend.async_llm import AsyncLLM
+    from stage03_engine.frontend.input_processor import InputProcessor
 
 FORMS = "a text, a list of token ids, {'prompt': text} or {'prompt_token_ids': ids}"
 _KEYS = ("prompt", "prompt_token_ids", "cache_salt")
@@ -37,7 +39,7 @@ class LoRARequest:
 
 def plain_prompt(prompt: Any) -> tuple[str | list[int], str | None]:
     """(what is tokenized, cache_salt). Raises InvalidRequestError for what is none of FORMS. A feature may know another key, such as
-    `prompt_embeds`; its prompt has `params`, which go into the request's."""
+    `prompt_embeds`; its prompt has `params`, which go into the request's, or `complete`, which is called with the request (`processed`)."""
     given = (
         prompt if isinstance(prompt, Mapping) else {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
     )
@@ -53,6 +55,17 @@ def plain_prompt(prompt: Any) -> tuple[str | list[int], str | None]:
     raise InvalidRequestError(f"prompt: a prompt is {FORMS}; either dictionary may hold a cache_salt.", "prompt")
 
 
+def processed(
+    processor: InputProcessor, request_id: str, prompt: str | list[int], params: SamplingParams, **settings: Any
+) -> EngineCoreRequest:
+    """What `plain_prompt` made as a request of the engine, with all that it brings besides tokens. Raises InvalidRequestError."""
+    params = msgspec.structs.replace(params, **getattr(prompt, "params", {}))
+    request = processor.process_inputs(request_id, prompt, params, **settings)
+    if (complete := getattr(prompt, "complete", None)) is not None:
+        complete(request, processor.vllm_config)
+    return request
+
+
 async def request_of(
     engine: AsyncLLM,
     request_id: str,
@@ -65,12 +78,11 @@ async def request_of(
     """(the request, its text), once the engine has started. Long texts are tokenized in a thread. Raises InvalidRequestError,
     EngineStartError."""
     plain, salt = plain_prompt(prompt)
-    params = msgspec.structs.replace(params, **getattr(plain, "params", {}))
     await started(engine)
     if lora_request is not None:
         choose = wanted("engine", "adapter_of_async", "an adapter")
         params = msgspec.structs.replace(params, **await choose(engine, lora_request))
-    process = engine.input_processor.process_inputs
+    process = partial(processed, engine.input_processor)
     request = await asyncio.to_thread(process, request_id, plain, params, priority=priority, cache_salt=salt)
     return request, plain if isinstance(plain, str) else None
 

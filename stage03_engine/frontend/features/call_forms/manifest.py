@@ -11,6 +11,7 @@ FEATURE = Feature(
     parts=(
         Part("engine", ".call_forms:request_of", key="request_of"),
         Part("engine", ".call_forms:plain_prompt", key="plain_prompt"),
+        Part("engine", ".call_forms:processed", key="processed"),
         Part("engine", ".call_forms:started", key="started"),
     ),
 )

@@ -1,0 +1,62 @@
+"""Images in `LLM.chat` (vllm/renderers/chat_utils/item_tracker.py, the parts image_url and image_pil)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from stage02_server.cli_args import FrontendArgs
+from stage02_server.features.images.loader import ImageLoader
+from stage02_server.features.images.parts import images_of
+from stage02_server.protocol import ChatMessageParam, ContentPart
+from stage03_engine.frontend.features.image_prompts import as_picture
+from stage03_engine.multimodal.registry import MULTIMODAL_REGISTRY
+from stage03_engine.params.multimodal import Picture
+
+if TYPE_CHECKING:
+    from stage03_engine.llm import LLM
+
+_loaders: WeakKeyDictionary[LLM, ImageLoader] = WeakKeyDictionary()
+"""Kept for the next chat: each has a process once a file was decoded."""
+
+
+class OfflineImages:
+    """Those of chats without a server. A model of text alone has none: its chat refuses them where it makes the prompt."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm, self._vision = llm, llm.vllm_config.shape.vision
+        info = MULTIMODAL_REGISTRY.info(llm.vllm_config.shape)
+        self._placeholder = "" if info is None else info.placeholder
+
+    def with_those_of_pillow(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The same messages, in which {"type": "image_pil", "image_pil": image} is a part that is loaded. Raises InvalidRequestError."""
+        return [
+            message | {"content": [self._ready(part) for part in message["content"]]}
+            if isinstance(message, dict) and isinstance(message.get("content"), list)
+            else message
+            for message in messages
+        ]
+
+    def _ready(self, part: Any) -> Any:
+        if not isinstance(part, dict) or part.get("type") != "image_pil":
+            return part
+        ready = ContentPart.model_validate({"type": "image_url", "image_url": ""})
+        if self._vision is not None:
+            ready.loaded(as_picture(part.get("image_pil"), self._vision, "image_pil"), self._placeholder)
+        return ready
+
+    async def load(self, messages: list[ChatMessageParam]) -> list[Picture]:
+        """All images of a chat, in order; those of files by the rules of the server. Raises InvalidRequestError."""
+        parts = images_of(messages) if self._vision is not None else []
+        for part in parts:
+            if not part.is_loaded:
+                picture, _ = await self._loader().load(part.url or "", "")
+                part.loaded(picture, self._placeholder)
+        return [part.picture for part in parts]
+
+    def _loader(self) -> ImageLoader:
+        assert self._vision is not None
+        if self._llm not in _loaders:
+            _loaders[self._llm] = ImageLoader(FrontendArgs(), self._vision.processor)
+        return _loaders[self._llm]
