@@ -59,7 +59,7 @@ RUN_ELSEWHERE = {
 
 PLAIN_SERVER = "python -m stage02_server serve gpt2-tiny"
 """The README's, which answers the `curl` commands."""
-OWN_SERVER = {"--engine", "--runner", "--convert", "--load-format"}
+OWN_SERVER = {"--engine", "--runner", "--convert", "--load-format", "--disaggregate"}
 """A command with one of these serves something else; the others share a server that has the flags of all of them."""
 
 

@@ -155,6 +155,6 @@ def test_a_request_that_only_decodes_costs_few_calls(core: EngineCore, params: d
 
 
 def test_a_greedy_step_makes_no_settings_for_a_draw(core: EngineCore) -> None:
-    """What a step does once, however many its rows."""
-    assert calls_of_a_step(core, 1, temperature=0) <= 142
+    """What a step does once, however many its rows. 14 of the calls are those of a runner hook, the one that has memory found for the next blocks."""
+    assert calls_of_a_step(core, 1, temperature=0) <= 156
     assert calls_of_a_step(core, 1, temperature=1) > calls_of_a_step(core, 1, temperature=0) + 20

@@ -202,7 +202,7 @@ class Life:
 
         def decided() -> SchedulerOutput:
             for hook in engine.scheduler.hooks:
-                if isinstance(known := getattr(hook, "_connector", None), LateConnector):
+                if isinstance(known := getattr(hook, "connector", None), LateConnector):
                     known.answer_some()
             output = begin()
             for watch in self.watches:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from patience import PATIENCE
@@ -15,7 +17,6 @@ from stage03_engine.core.engine_core import EngineCore
 from stage03_engine.core.features.kv_transfer.block_store import BlockStore
 from stage03_engine.core.features.kv_transfer.reader import BlockReader, Found
 from stage03_engine.core.features.prefix_cache_reset.prefix_cache_reset import reset_prefix_cache
-from stage03_engine.core.features.turns.turns import Asker
 
 __all__ = ["model"]  # a fixture
 
@@ -53,14 +54,19 @@ def reader(disk: SlowDisk) -> Iterator[BlockReader]:
     reader.shutdown()
 
 
+def asker(tenant: int | None, request_id: str) -> Any:
+    """A request, as far as the reader looks at it."""
+    return SimpleNamespace(tenant=tenant, request_id=request_id)
+
+
 def hashes(name: str, count: int) -> list[bytes]:
     return [f"{name}{number}".encode() for number in range(count)]
 
 
 def test_keys_take_turns_block_by_block(disk: SlowDisk, reader: BlockReader) -> None:
     """A key with five requests of nine blocks, then one of another key with three, and within a key one HTTP request after another."""
-    crowd = [reader.read(Asker(0, f"http{n}"), Found(0, 0), hashes("abcde"[n], 9)) for n in range(5)]
-    small = reader.read(Asker(1, "mine"), found := Found(0, 0), hashes("x", 3))
+    crowd = [reader.read(asker(0, f"http{n}"), Found(0, 0), hashes("abcde"[n], 9)) for n in range(5)]
+    small = reader.read(asker(1, "mine"), found := Found(0, 0), hashes("x", 3))
     disk.go_on.set()
     small.result(PATIENCE)
     assert found.blocks == hashes("x", 3)
@@ -75,16 +81,16 @@ def test_keys_take_turns_block_by_block(disk: SlowDisk, reader: BlockReader) -> 
 def test_what_is_missing_ends_its_own_request(disk: SlowDisk, reader: BlockReader) -> None:
     disk.missing.add(b"a1")
     disk.go_on.set()
-    for asker, name, there in ((Asker(None, "r"), "a", 1), (Asker(None, "s"), "b", 4)):
-        reader.read(asker, found := Found(0, 0), hashes(name, 4)).result(PATIENCE)
+    for who, name, there in ((asker(None, "r"), "a", 1), (asker(None, "s"), "b", 4)):
+        reader.read(who, found := Found(0, 0), hashes(name, 4)).result(PATIENCE)
         assert found.blocks == hashes(name, there)
     assert disk.read_so_far == [b"a0", b"a1", *hashes("b", 4)]
 
 
 def test_what_nobody_waits_for_is_not_read(disk: SlowDisk, reader: BlockReader) -> None:
     """The block that is being read is not added either: what was taken must not grow."""
-    reader.read(Asker(0, "late"), late := Found(0, 0), hashes("a", 9))
-    other = reader.read(Asker(0, "other"), Found(0, 0), hashes("b", 2))
+    reader.read(asker(0, "late"), late := Found(0, 0), hashes("a", 9))
+    other = reader.read(asker(0, "other"), Found(0, 0), hashes("b", 2))
     reader.end(late)
     disk.go_on.set()
     other.result(PATIENCE)
@@ -95,13 +101,13 @@ def test_an_error_that_nobody_expected_is_told_and_others_go_on(disk: SlowDisk, 
     disk.broken.add(b"a0")
     disk.go_on.set()
     with pytest.raises(RuntimeError, match="nobody expected this"):
-        reader.read(Asker(0, "r"), Found(0, 0), hashes("a", 2)).result(PATIENCE)
-    reader.read(Asker(0, "s"), found := Found(0, 0), hashes("b", 2)).result(PATIENCE)
+        reader.read(asker(0, "r"), Found(0, 0), hashes("a", 2)).result(PATIENCE)
+    reader.read(asker(0, "s"), found := Found(0, 0), hashes("b", 2)).result(PATIENCE)
     assert found.blocks == hashes("b", 2)
 
 
 def test_the_thread_ends_with_the_engine(disk: SlowDisk, reader: BlockReader) -> None:
-    reader.read(Asker(0, "r"), Found(0, 0), hashes("a", 100))
+    reader.read(asker(0, "r"), Found(0, 0), hashes("a", 100))
     reader.shutdown()
     disk.go_on.set()
     [thread] = reader._thread._threads

@@ -28,7 +28,9 @@ CHAT = {
     "stream": True,
 }
 RECORDED = {"prompt": "ROMEO:", "max_tokens": 8, "temperature": 0, "ignore_eos": True, "stream": True}
-DEEP = {name for name, row in VOCABULARY.items() if "--trace-layers" in row.meaning}
+DEEP = {name for name, row in VOCABULARY.items() if "--trace-layers" in row.meaning} | {
+    "kv_cache.prefault"
+}  # whenever a core is idle
 
 
 @pytest.fixture(scope="module", params=["stage01_cli.main", "stage02_server.__main__"])

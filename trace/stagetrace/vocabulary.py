@@ -276,7 +276,7 @@ _ROWS = [
     _optional("kv.swapped", 8, ENGINE, {"num_out": "int", "num_in": "int"}, "Blocks were copied to CPU memory (out) and back (in).", "-"),
     _optional("threads.changed", 8, ENGINE, {"before": "int", "threads": "int", "late": "float", "trial": "bool", "why": "str"},
         "The next steps take another number of compute threads: the last forward passes took `late` times as long as the thread that called them computed; trial = it is undone if the steps become slower; why = late, slower, late again (with more), free cores, or a try.", "-"),
-    _optional("kv_cache.prefault", 8, ENGINE, {"first": "int", "end": "int", "bytes": "int"},
+    _optional("kv_cache.prefault", 5, ENGINE, {"first": "int", "end": "int", "bytes": "int"},
         "The memory of the KV-cache blocks from `first` to before `end` is there, found while a core was idle: who writes to them does not wait for it.", "-"),
     _optional("spec.scheduled", 8, ENGINE, {"num_tokens": "int", "new_blocks": "list[int]"}, "This many drafts of the request are verified in this step, besides its own tokens.",
         "v1/core/sched/scheduler.py schedule"),
