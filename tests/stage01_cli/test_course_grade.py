@@ -24,7 +24,7 @@ from stage01_cli.tools.course.exercises import JUDGES, Exercise, exercises, find
 from stage01_cli.tools.course.gradescope import write_results
 from stage01_cli.tools.course.sealed import LARGEST, Reading, opened, seal
 from stage01_cli.tools.course.sentences import kept, sentences_of
-from stage01_cli.tools.course.similarity import FEWEST, alike, fingerprints, of_reference
+from stage01_cli.tools.course.similarity import FEWEST, alike, fingerprints
 from stage01_cli.tools.course.verdict import Verdict, read
 from stage03_engine.errors import ConfigError
 
@@ -300,9 +300,8 @@ def test_the_references_text_is_recognised(exercise: Exercise, tmp_path: Path) -
     path.write_text(pasted(exercise), encoding="utf-8")
     text = alike(exercise, {"one": path}).get("one")
     if text is None:  # so short that two who thought the same wrote the same
-        assert (
-            len(fingerprints(of_reference(exercise)) - fingerprints([parsed(exercise.starter.read_bytes())])) < FEWEST
-        )
+        own, given = (fingerprints([parsed(each.read_bytes())]) for each in (path, exercise.starter))
+        assert len(own - given) < FEWEST
         return
     assert int(text.partition(" ")[0]) >= 70, text
 
