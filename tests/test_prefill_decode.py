@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from patience import wait_until
 from test_engines_die import MAX_TOKENS, Several, _greedy, _kill_under_load
 
 from stage03_engine.llm import LLM
@@ -52,10 +52,7 @@ def metric(url: str, name: str) -> dict[str, float]:
 
 
 def wait_until_no_block_is_used(url: str) -> None:
-    end = time.monotonic() + 60
-    while any(usage := metric(url, "vllm:kv_cache_usage_perc").values()):
-        assert time.monotonic() < end, f"blocks stay in use: {usage}"
-        time.sleep(0.05)
+    wait_until(lambda: not any(metric(url, "vllm:kv_cache_usage_perc").values()), "blocks stay in use")
 
 
 def ask_all(several: Several, prompts: list[str] = PROMPTS) -> list[str]:

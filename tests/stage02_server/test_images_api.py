@@ -6,19 +6,21 @@ import asyncio
 import base64
 import http.server
 import json
+import os
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import torch
-from patience import PATIENCE
+from patience import PATIENCE, wait_until
 from server_under_test import InProcessServer, RecordingEcho, ServerProcess
 from small_llava import PLACES, SIDE, encoded, llava_folder, picture
 
@@ -328,7 +330,7 @@ def test_one_key_leaves_room_for_the_others(serve: Callable[..., InProcessServer
 
 
 WATCHED_DECODER = """
-import time
+import os
 from pathlib import Path
 from stage02_server.features.images.decoder import ImageDecoder
 decode, ask, folder = ImageDecoder._decode, ImageDecoder.decode, Path({folder!r})
@@ -337,8 +339,7 @@ def note(name, data):
         print(len(data), file=file)
 def held(self, data):
     note("decoded", data)
-    while not (folder / "go on").exists():
-        time.sleep(0.01)
+    os.close(os.open(folder / "go on", os.O_RDONLY))  # waits until the test holds the other end of the pipe
     return decode(self, data)
 async def asked(self, data):
     decoding = ask(self, data)
@@ -349,9 +350,10 @@ ImageDecoder._decode, ImageDecoder.decode = held, asked
 
 
 def test_addresses_take_turns_at_the_decoder(
-    folder: Path, tmp_path: Path, start_server: Callable[..., ServerProcess]
+    folder: Path, tmp_path: Path, start_server: Callable[..., ServerProcess], request: pytest.FixtureRequest
 ) -> None:
     """Without keys: the one picture of an address does not wait for the twelve of another."""
+    os.mkfifo(tmp_path / "go on")
     patch = WATCHED_DECODER.format(folder=str(tmp_path))
     server = start_server(str(folder), "--host", "127.0.0.1", "--port", "0", "--device", "cpu", patch=patch)
     url = server.wait_until_ready()
@@ -363,8 +365,9 @@ def test_addresses_take_turns_at_the_decoder(
         )
 
     async def until_asked(count: int) -> None:
-        while not (tmp_path / "asked").exists() or (tmp_path / "asked").read_text().count("\n") < count:
-            await asyncio.sleep(0.01)
+        asked = tmp_path / "asked"
+        there = lambda: asked.exists() and asked.read_text().count("\n") >= count  # noqa: E731
+        await asyncio.to_thread(wait_until, there, "the decoder is not asked")
 
     async def life() -> list[int]:
         async with client("127.0.0.1") as many, client("127.0.0.2") as one:
@@ -372,7 +375,7 @@ def test_addresses_take_turns_at_the_decoder(
             await until_asked(12)
             posts.append(asyncio.create_task(one.post(CHAT, json=large)))
             await until_asked(13)
-            (tmp_path / "go on").touch()
+            request.addfinalizer(partial(os.close, os.open(tmp_path / "go on", os.O_RDWR)))
             return [(await each).status_code for each in posts]
 
     assert asyncio.run(asyncio.wait_for(life(), PATIENCE)) == [200] * 13

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from patience import PATIENCE
+from patience import PATIENCE, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 from server_under_test import InProcessServer, ServerProcess, events
 
@@ -59,10 +58,7 @@ def test_the_metrics_say_how_deep(client: httpx.Client) -> None:
     """The text of /metrics is kept for half a second, so it is asked until it is so."""
 
     def until(state: str) -> None:
-        expected, deadline = {state}, time.monotonic() + PATIENCE
-        while (found := states(client)) != expected:
-            assert time.monotonic() < deadline, found
-            time.sleep(0.05)
+        wait_until(lambda: states(client) == {state}, f"the metrics do not say {state}")
 
     until("awake")
     for asked, state in (("1", "weights_offloaded"), ("2", "discard_all"), ("1", "discard_all")):
