@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,7 @@ from stage03_engine.core.features.distributed.several_workers import (
     threads_each,
 )
 from stage03_engine.core.sched_output import SchedulerOutput
+from stage03_engine.core.worker import Worker
 from stage03_engine.errors import ConfigError, EngineDeadError, EngineStartError, StagesError
 from stage03_engine.frontend.engine_process import EngineProcess
 from stage03_engine.frontend.features.data_parallel.engine import numbered
@@ -291,16 +291,31 @@ def test_of_several_workers_the_one_that_is_killed_is_named(
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_a_worker_killed_while_it_starts_is_one_line() -> None:
-    process = EngineProcess(config())
+DIES = """
+import os, signal
+from stage03_engine.core.worker import Worker
+
+class Dies(Worker):
+    def __getattribute__(self, name):
+        if name == os.environ["DIES_IN"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getattribute__(name)
+"""
+AT_START = sorted({name for name in vars(Worker) if not name.startswith("_")} - {"execute_model", "shutdown"})
+
+
+@pytest.mark.parametrize("method", AT_START)
+def test_a_worker_killed_while_it_starts_is_one_line(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each thing that is asked of a worker before its first step, and it dies of that one."""
+    (tmp_path / "dying_worker.py").write_text(DIES)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("DIES_IN", method)
+    settings: dict[str, Any] = {"worker_cls": "dying_worker:Dies", "max_model_len": 96}
+    process = EngineProcess(EngineArgs.from_kwargs(model="gpt2-tiny", **settings, **MP))
     try:
-
-        def kill() -> None:
-            wait_until(lambda: workers_of(process.pid), "no worker is started")
-            for worker in workers_of(process.pid):
-                worker.kill()
-
-        threading.Thread(target=kill).start()  # the worker is started during the handshake
         with pytest.raises(EngineStartError, match="Worker_TP0 ended unexpectedly with exit code -9"):
             process.shake_hands()
     finally:
