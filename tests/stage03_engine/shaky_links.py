@@ -1,4 +1,4 @@
-"""A connector for tests: that of `--disaggregate`, over links that lose, delay, reorder, repeat, tear and mix up what is sent."""
+"""A connector for tests: `P2pZmqConnector` over links that lose, delay, reorder, repeat, tear and mix up what is sent."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 
 from stage03_engine.config import VllmConfig
-from stage03_engine.disaggregation.block_fetcher import BlockFetcher, Peer
-from stage03_engine.disaggregation.block_server import BlockServer
-from stage03_engine.disaggregation.messages import Block, Done, End, Want
-from stage03_engine.disaggregation.p2p import P2pZmqConnectorScheduler
-from stage03_engine.disaggregation.p2p_copies import P2pZmqConnectorWorker
+from stage03_engine.core.features.p2p_connector.block_fetcher import BlockFetcher, Peer
+from stage03_engine.core.features.p2p_connector.block_server import BlockServer
+from stage03_engine.core.features.p2p_connector.messages import Block, Done, End, Want
+from stage03_engine.core.features.p2p_connector.p2p import P2pZmqConnectorScheduler
+from stage03_engine.core.features.p2p_connector.p2p_copies import P2pZmqConnectorWorker
 
 rng = random.Random()
 """Decides what happens; a test seeds it."""

@@ -12,7 +12,7 @@ import pytest
 from patience import PATIENCE
 from steered_engines import Engines, SteeredEngine, config_of
 
-from stage03_engine.disaggregation.client import PARAMS, DisaggregatedClient
+from stage03_engine.frontend.features.disaggregation.client import PARAMS, DisaggregatedClient
 from stage03_engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from stage03_engine.sampling_params import SamplingParams
 

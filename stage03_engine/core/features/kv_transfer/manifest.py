@@ -135,6 +135,7 @@ FEATURE = Feature(
     settings={"VllmConfig": KVTransferFlags},
     parts=(
         Part("counts", ".manifest:COUNTS"),
+        Part("engine", ".connectors:parse_kv_transfer_config", key="kv_transfer_config"),
         *(
             Part("replay", ".recorded_transfers:RecordedTransfersHook", key=used)
             for used in ("kv_transfer", "kv_transfer.writing")

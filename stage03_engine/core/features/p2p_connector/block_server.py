@@ -18,7 +18,7 @@ import zmq
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.features.kv_transfer.block_store import checksum_of, compatibility_hash
-from stage03_engine.disaggregation.messages import (
+from stage03_engine.core.features.p2p_connector.messages import (
     WINDOW,
     Block,
     Done,

@@ -8,8 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from stage03_engine.config import VllmConfig
-from stage03_engine.core.features.kv_transfer.connectors import parse_kv_transfer_config
-from stage03_engine.disaggregation.manifest import P2P
+from stage03_engine.plugins import wanted
 
 MAX_READ_SECONDS = 10.0
 """A request waits no longer for its blocks: what has not come by then is computed. The death of the other engine is noticed sooner."""
@@ -32,8 +31,8 @@ class Roles:
 
     def of(self, config: VllmConfig, engine: int) -> VllmConfig:
         """The settings of the engine with this number."""
-        transfer = parse_kv_transfer_config({
-            "kv_connector": P2P[0], "kv_role": "kv_producer" if self.computes_prompts(engine) else "kv_consumer", "kv_port": 0,
+        transfer = wanted("engine", "kv_transfer_config", "what reads kv_transfer_config")({
+            "kv_connector": "P2pZmqConnector", "kv_role": "kv_producer" if self.computes_prompts(engine) else "kv_consumer", "kv_port": 0,
             "kv_connector_extra_config": {"max_read_seconds": MAX_READ_SECONDS},
         })  # fmt: skip
         links = replace(config.node_config, node_secret_file=str(self._secret), node_secret_required=True)

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.features.kv_transfer.base import KVConnectorWorker
 from stage03_engine.core.features.kv_transfer.shared_storage_copies import block_from_bytes, block_to_bytes
+from stage03_engine.core.features.p2p_connector.block_server import BlockServer
+from stage03_engine.core.features.p2p_connector.p2p import LISTENING
 from stage03_engine.core.model_runner import ModelRunner
-from stage03_engine.disaggregation.block_server import BlockServer
-from stage03_engine.disaggregation.p2p import LISTENING
 
 
 class P2pZmqConnectorWorker(KVConnectorWorker):

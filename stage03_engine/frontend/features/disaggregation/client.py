@@ -14,13 +14,13 @@ import msgspec
 
 from stage03_engine.args.processes import private_folder
 from stage03_engine.config import VllmConfig
-from stage03_engine.disaggregation.roles import Roles
 from stage03_engine.errors import EngineDeadError
 from stage03_engine.frontend.core_client import AsyncEngineCoreClient
 from stage03_engine.frontend.features.data_parallel.balancing import Balancer, Choice
 from stage03_engine.frontend.features.data_parallel.client import DPLBAsyncMPClient, ScalingError
 from stage03_engine.frontend.features.data_parallel.engine import DPAsyncMPClient, Engine, MakeEngine
 from stage03_engine.frontend.features.data_parallel.in_flight import InFlight
+from stage03_engine.frontend.features.disaggregation.roles import Roles
 from stage03_engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from stagetrace import trace
 

@@ -9,15 +9,12 @@ from typing import TYPE_CHECKING, Any
 from stage03_engine.args.cpu import find_cores
 from stage03_engine.args.fields import internal, option
 from stage03_engine.errors import ConfigError
-from stage03_engine.plugins import Feature, Part
+from stage03_engine.plugins import Feature
 
 if TYPE_CHECKING:
     from stage03_engine.config import VllmConfig
 
-_ROOM = "stage03_engine.disaggregation."
-_EXTRA_KEYS = ("max_read_seconds", "hold_seconds")
-P2P = ("P2pZmqConnector", _ROOM + "p2p", _ROOM + "p2p_copies", _EXTRA_KEYS, True)
-"""A `Kind` of kv_transfer/connectors.py."""
+_ROOM = "stage03_engine.frontend.features.disaggregation."
 _MOST = 64
 
 _OWN, _ONE_MACHINE = "the engines get their roles and their connector from P:D", "P:D engines run on this machine"
@@ -119,14 +116,8 @@ FEATURE = Feature(
     name="disaggregation",
     help="prompts are computed by some engines, and tokens by others; KV-cache blocks travel between them",
     room=__package__,
-    also=("stage03_engine.params.kv_transfer",),
     settings={"VllmConfig": DisaggregationFlags},
-    parts=(
-        Part("params", "stage03_engine.params.kv_transfer:KVTransferParams"),
-        Part("engine", ".manifest:P2P", key="kv_connector P2pZmqConnector"),
-        Part("call", ".release:release_kv_blocks", key="release_kv_blocks"),
-    ),
-    needs=("kv_transfer", "data_parallel", "nodes"),
+    needs=("p2p_connector", "data_parallel", "nodes"),
     after=("data_parallel",),
-    events=("kv_p2p.asked", "kv_p2p.lost", "kv_p2p.received", "kv_p2p.released", "kv_p2p.sent", "dp.prefilled"),
+    events=("dp.prefilled",),
 )

@@ -18,8 +18,7 @@ import zmq
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.features.kv_transfer.block_store import checksum_of, compatibility_hash
 from stage03_engine.core.features.kv_transfer.reader import Found
-from stage03_engine.core.request import Request
-from stage03_engine.disaggregation.messages import (
+from stage03_engine.core.features.p2p_connector.messages import (
     WINDOW,
     Done,
     End,
@@ -29,6 +28,7 @@ from stage03_engine.disaggregation.messages import (
     encode,
     source_of,
 )
+from stage03_engine.core.request import Request
 from stage03_engine.errors import StagesError
 from stage03_engine.messages import MALFORMED
 from stage03_engine.nodes.hub import drain

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from stage03_engine.core.engine_core import EngineCore
 from stage03_engine.core.features.kv_transfer.connector import KVConnectorHook
-from stage03_engine.disaggregation.p2p import P2pZmqConnectorScheduler
+from stage03_engine.core.features.p2p_connector.p2p import P2pZmqConnectorScheduler
 
 
 def release_kv_blocks(core: EngineCore, places: list[int]) -> bool:

@@ -15,10 +15,10 @@ from typing import Any
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.features.kv_transfer.base import NOTHING, FullBlock, KVConnectorScheduler, Match, Transfers
 from stage03_engine.core.features.kv_transfer.reader import ReadAhead
+from stage03_engine.core.features.p2p_connector.block_fetcher import BlockFetcher
+from stage03_engine.core.features.p2p_connector.messages import params_of, source_of
 from stage03_engine.core.request import Request
 from stage03_engine.core.scheduler import Scheduler
-from stage03_engine.disaggregation.block_fetcher import BlockFetcher
-from stage03_engine.disaggregation.messages import params_of, source_of
 from stage03_engine.errors import ConfigError
 
 LISTENING: dict[str, int] = {}
