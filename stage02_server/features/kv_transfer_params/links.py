@@ -12,7 +12,7 @@ from stage02_server.features.kv_transfer_params.manifest import peer_of
 from stage02_server.protocol_types import AnswerHook
 from stage02_server.serving_engine import EngineRequests, OpenAIServing
 from stage03_engine.config import VllmConfig
-from stage03_engine.disaggregation.manifest import P2P
+from stage03_engine.core.features.p2p_connector.manifest import P2P
 from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.outputs import RequestOutput
 

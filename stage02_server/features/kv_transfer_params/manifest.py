@@ -49,6 +49,6 @@ FEATURE = Feature(
         Part("response", ".fields:KVTransferAnswer", key="ChatStreamResponse"),
         Part("routes", ".links:install"),
     ),
-    needs=("disaggregation",),
+    needs=("p2p_connector",),
     after=("hardening", "api_servers"),  # which say what salts the keys have
 )
