@@ -1,0 +1,256 @@
+"""The way of a request: its prompt to a prefill server, the rest to a decode server, whose answer passes byte for byte.
+
+A client sees a decode server's answers only. Whatever a prefill server refuses, or dies of, is left to the decode server, which computes the prompt
+itself. A server that dies before the answer has begun costs time: the request goes on elsewhere, once. A stream that had begun ends with an
+error.
+"""
+
+from __future__ import annotations
+
+import secrets
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import NamedTuple
+
+import httpx
+import msgspec
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from stage02_server.errors import APIError, error_json, unavailable
+from stage02_server.features.router.bodies import Body, params_in
+from stage02_server.features.router.metrics import RouterMetrics
+from stage02_server.features.router.servers import Server, Servers, reason
+from stage02_server.middleware import ACCEPTED_ID
+from stage02_server.streaming import ClientGoneError, run_until_disconnect
+from stagetrace import trace
+
+PASSED_ON = ("authorization", "x-api-key", "tracestate", "user-agent")
+"""Headers of the client that a server gets; content type, request id and traceparent are made here."""
+PASSED_BACK = ("content-type", "retry-after", "www-authenticate", "cache-control", "x-accel-buffering", "x-request-id")
+MOST_DEATHS = 2  # of servers that had the request: then it is refused, as it may be what kills them
+GONE = (httpx.HTTPError, httpx.StreamError, OSError)
+
+
+class Ids(NamedTuple):
+    """How a request is called, here and at all servers."""
+
+    request: str
+    trace: str
+    headers: dict[str, str]
+
+    @classmethod
+    def of(cls, headers: Headers) -> Ids:
+        """Those that its client chose, or new ones."""
+        given, parent = headers.get("x-request-id", ""), headers.get("traceparent", "").split("-")
+        request = given if ACCEPTED_ID.fullmatch(given) else uuid.uuid4().hex
+        is_known = len(parent) == 4 and len(parent[1]) == 32 and set(parent[1]) <= set("0123456789abcdef")
+        passed = {name: headers[name] for name in PASSED_ON if name in headers}
+        return cls(request, parent[1] if is_known else uuid.uuid4().hex, passed)
+
+    def for_server(self, span: str) -> dict[str, str]:
+        """The headers of a request of ours; `span` is its name in the server's trace."""
+        own = {
+            "X-Request-Id": self.request,
+            "traceparent": f"00-{self.trace}-{span}-01",
+            "Content-Type": "application/json",
+        }
+        return self.headers | own
+
+
+class Lost(Exception):
+    """A server cannot answer, and the client has nothing of an answer yet. `it_died`: it had the request."""
+
+    def __init__(self, it_died: bool, refusal: Response | None = None) -> None:
+        self.it_died, self.refusal = it_died, refusal
+
+
+class Proxy:
+    """POST of what makes text. An ASGI application."""
+
+    def __init__(self, servers: Servers, metrics: RouterMetrics, most: int, prefill_seconds: float) -> None:
+        self._servers, self._metrics, self._most = servers, metrics, most
+        self._prefill_seconds = prefill_seconds
+        self.running = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request, until its client leaves. Raises APIError."""
+        if self.running >= self._most:
+            text = f"{self.running} requests are being answered (--max-concurrent-requests); send this one again later."
+            raise APIError(429, "RateLimitError", text, headers={"Retry-After": "1"})
+        request = Request(scope, receive)
+        ids = Ids.of(request.headers)
+        scope["state"]["req"] = ids.request
+        self.running += 1
+        try:
+            body = Body(await request.body())
+            if trace.on:
+                trace.emit(
+                    "router.received",
+                    req=ids.request,
+                    path=scope["state"]["path"],
+                    trace_id=ids.trace,
+                    stream=body.is_stream,
+                )
+            await run_until_disconnect(receive, self._answer(scope["state"]["path"], body, ids, send))
+        except ClientGoneError:
+            await Response(status_code=499)(scope, receive, _ignore)
+        finally:
+            self.running -= 1
+
+    async def _answer(self, path: str, body: Body, ids: Ids, send: Send) -> None:
+        """Raises APIError if nobody can."""
+        deaths, tried, refusal = 0, set[Server](), None
+        while (server := self._servers.for_answer(tried)) is not None:
+            params = await self._prefill(path, body, ids) if server.role == "decode" and body.pays else None
+            try:
+                await self._decode(server, path, body.for_answer(params), body.is_stream, ids, send)
+                return
+            except Lost as lost:
+                deaths, refusal = deaths + lost.it_died, lost.refusal or refusal
+                tried.add(server)
+                if deaths == MOST_DEATHS:
+                    raise unavailable(f"{deaths} servers ended while they answered this request.") from None
+        if refusal is not None:
+            await refusal({"type": "http"}, _nothing, send)
+            return
+        raise APIError(503, "ServiceUnavailableError", "No server can be reached.", headers={"Retry-After": "1"})
+
+    # The prompt
+
+    async def _prefill(self, path: str, body: Body, ids: Ids) -> msgspec.Raw | None:
+        """Where the prompt's blocks are; None if a decode server is to compute it."""
+        tried: set[Server] = set()
+        while (server := self._servers.choose("prefill", tried)) is not None:
+            tried.add(server)
+            try:
+                async with self._asked(server, path, body.for_prefill(), ids, self._prefill_seconds) as answer:
+                    data = await answer.aread()
+            except GONE as error:
+                await self._is_lost(server, ids, error)
+                continue
+            params = params_in(data) if answer.status_code == 200 else None
+            self._count(server, ids, answer.status_code, params is not None)
+            if answer.status_code != 503:  # what this one refuses, another one would too
+                return params
+        return None
+
+    # The answer
+
+    async def _decode(self, server: Server, path: str, data: bytes, is_stream: bool, ids: Ids, send: Send) -> None:
+        """Pass the answer on. Raises Lost."""
+        try:
+            async with self._asked(server, path, data, ids) as answer:
+                if is_stream and answer.status_code == 200:
+                    await self._pass_on(server, answer, ids, send)
+                else:
+                    await self._pass_whole(server, answer, ids, send)
+        except GONE as error:
+            await self._is_lost(server, ids, error)
+            raise Lost(not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)) from None
+
+    async def _pass_whole(self, server: Server, answer: httpx.Response, ids: Ids, send: Send) -> None:
+        data = await answer.aread()
+        self._count(server, ids, answer.status_code, False)
+        response = Response(data, answer.status_code, _passed_back(answer))
+        if answer.status_code == 503:  # it is full, starts, or ends: perhaps another one can
+            raise Lost(False, response)
+        await response({"type": "http"}, _nothing, send)
+
+    async def _pass_on(self, server: Server, answer: httpx.Response, ids: Ids, send: Send) -> None:
+        """A stream, as it comes; its header is sent with its first piece."""
+        pieces, begun = answer.aiter_raw(), False
+        headers = [(name.encode(), value.encode("latin-1")) for name, value in _passed_back(answer).items()]
+        try:
+            async for piece in pieces:
+                if not begun:
+                    begun = True
+                    await send({"type": "http.response.start", "status": 200, "headers": headers})
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        except GONE as error:
+            if not begun:
+                raise
+            await self._is_lost(server, ids, error)
+            words = error_json(unavailable("The server ended while it answered this request."))
+            end = f"data: {words}\n\ndata: [DONE]\n\n".encode()
+            await send({"type": "http.response.body", "body": end, "more_body": False})
+            return
+        if not begun:
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        self._count(server, ids, 200, False)
+
+    # Both
+
+    @asynccontextmanager
+    async def _asked(
+        self, server: Server, path: str, data: bytes, ids: Ids, seconds: float | None = None
+    ) -> AsyncIterator[httpx.Response]:
+        """A server's answer, of which the header has come. Raises what GONE names."""
+        span = secrets.token_hex(8)
+        if trace.on:
+            trace.emit(
+                "router.sent",
+                req=ids.request,
+                role=server.role,
+                url=server.url,
+                span=span,
+                busy=server.busy,
+                bytes=len(data),
+            )
+        client = self._servers.client
+        timeout = (
+            client.timeout if seconds is None else httpx.Timeout(seconds, connect=client.timeout.connect, pool=None)
+        )
+        request = client.build_request(
+            "POST", server.url + path, content=data, headers=ids.for_server(span), timeout=timeout
+        )
+        with server.at_work():
+            answer = await client.send(request, stream=True)
+            try:
+                yield answer
+            finally:
+                await answer.aclose()
+
+    def _count(self, server: Server, ids: Ids, status: int, is_kept: bool) -> None:
+        self._metrics.answered(server, str(status))
+        if trace.on:
+            trace.emit(
+                "router.answered",
+                req=ids.request,
+                role=server.role,
+                url=server.url,
+                status=status,
+                is_kept=is_kept,
+                message="",
+            )
+
+    async def _is_lost(self, server: Server, ids: Ids, error: Exception) -> None:
+        """Is it gone, or was it only this connection?"""
+        self._metrics.answered(server, "lost")
+        if trace.on:
+            trace.emit(
+                "router.answered",
+                req=ids.request,
+                role=server.role,
+                url=server.url,
+                status=0,
+                is_kept=False,
+                message=reason(error),
+            )
+        await self._servers.look(server)
+
+
+def _passed_back(answer: httpx.Response) -> dict[str, str]:
+    return {name: answer.headers[name] for name in PASSED_BACK if name in answer.headers}
+
+
+async def _nothing() -> dict[str, str]:
+    return {"type": "http.disconnect"}
+
+
+async def _ignore(message: object) -> None:
+    """Nobody reads it."""
