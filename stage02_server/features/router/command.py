@@ -38,7 +38,9 @@ class RouterFlags:
         1800, "seconds for which a decode server may say nothing before its request is given up", at_least=0.001
     )
     health_check_interval_secs: float = option(
-        5, "seconds from one look at a server's /health to the next, or 1 while one is not ready, if that is less", at_least=0.01
+        5,
+        "seconds from one look at a server's /health to the next, or 1 while one is not ready, if that is less",
+        at_least=0.01,
     )
     shutdown_timeout: int = option(30, "seconds that running requests get to finish after SIGTERM", at_least=0)
     log_level: str = option("INFO", "least level of our own lines in the log", LOG_LEVELS)

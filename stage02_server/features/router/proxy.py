@@ -11,12 +11,13 @@ import secrets
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import httpx
 import msgspec
 from starlette.datastructures import Headers
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -62,10 +63,25 @@ class Ids(NamedTuple):
 
 
 class Lost(Exception):
-    """A server cannot answer, and the client has nothing of an answer yet. `it_died`: it had the request."""
+    """A server cannot answer, and the client has nothing of an answer yet."""
 
-    def __init__(self, it_died: bool, refusal: Response | None = None) -> None:
-        self.it_died, self.refusal = it_died, refusal
+
+@dataclass
+class Journey:
+    """A request on its way."""
+
+    path: str
+    body: Body
+    ids: Ids
+    send: Send
+    deaths: int = 0  # of servers that had it
+    refusal: Response | None = None  # of the last server that cannot take it now
+    refused_by: set[Server] = field(default_factory=set)
+
+    def check(self) -> None:
+        """Raises APIError if it may be what servers die of."""
+        if self.deaths >= MOST_DEATHS:
+            raise unavailable(f"{self.deaths} servers ended while they had this request.")
 
 
 class Proxy:
@@ -82,90 +98,90 @@ class Proxy:
             text = f"{self.running} requests are being answered (--max-concurrent-requests); send this one again later."
             raise APIError(429, "RateLimitError", text, headers={"Retry-After": "1"})
         request = Request(scope, receive)
-        ids = Ids.of(request.headers)
+        ids, path = Ids.of(request.headers), scope["state"]["path"]
         scope["state"]["req"] = ids.request
         self.running += 1
         try:
             body = Body(await request.body())
             if trace.on:
-                trace.emit(
-                    "router.received",
-                    req=ids.request,
-                    path=scope["state"]["path"],
-                    trace_id=ids.trace,
-                    stream=body.is_stream,
-                )
-            await run_until_disconnect(receive, self._answer(scope["state"]["path"], body, ids, send))
-        except ClientGoneError:
-            await Response(status_code=499)(scope, receive, _ignore)
+                trace.emit("router.received", req=ids.request, path=path, trace_id=ids.trace, stream=body.is_stream)
+            await run_until_disconnect(receive, self._answer(Journey(path, body, ids, send)))
+        except (ClientGoneError, ClientDisconnect):
+            pass  # whoever worked for it has noticed: their connections are closed
         finally:
             self.running -= 1
 
-    async def _answer(self, path: str, body: Body, ids: Ids, send: Send) -> None:
+    async def _answer(self, journey: Journey) -> None:
         """Raises APIError if nobody can."""
-        deaths, tried, refusal = 0, set[Server](), None
-        while (server := self._servers.for_answer(tried)) is not None:
-            params = await self._prefill(path, body, ids) if server.role == "decode" and body.pays else None
+        params, is_prefilled = None, False
+        for _ in range(len(self._servers.all) + MOST_DEATHS):
+            if (server := self._servers.for_answer(journey.refused_by)) is None:
+                break
+            if server.role == "prefill":
+                params = None
+            elif not is_prefilled:
+                params, is_prefilled = await self._prefill(journey), True
+            deaths = journey.deaths
             try:
-                await self._decode(server, path, body.for_answer(params), body.is_stream, ids, send)
+                await self._decode(server, journey, params)
                 return
-            except Lost as lost:
-                deaths, refusal = deaths + lost.it_died, lost.refusal or refusal
-                tried.add(server)
-                if deaths == MOST_DEATHS:
-                    raise unavailable(f"{deaths} servers ended while they answered this request.") from None
-        if refusal is not None:
-            await refusal({"type": "http"}, _nothing, send)
-            return
-        raise APIError(503, "ServiceUnavailableError", "No server can be reached.", headers={"Retry-After": "1"})
+            except Lost:
+                journey.check()
+                is_prefilled = is_prefilled and deaths == journey.deaths  # who died may have fetched the blocks
+        if journey.refusal is None:
+            raise APIError(503, "ServiceUnavailableError", "No server can be reached.", headers={"Retry-After": "1"})
+        await journey.refusal({"type": "http"}, _nothing, journey.send)
 
     # The prompt
 
-    async def _prefill(self, path: str, body: Body, ids: Ids) -> msgspec.Raw | None:
-        """Where the prompt's blocks are; None if a decode server is to compute it."""
+    async def _prefill(self, journey: Journey) -> msgspec.Raw | None:
+        """Where the prompt's blocks are; None if a decode server is to compute it. Raises APIError."""
         tried: set[Server] = set()
-        while (server := self._servers.choose("prefill", tried)) is not None:
+        while journey.body.pays and (server := self._servers.choose("prefill", tried)) is not None:
             tried.add(server)
             try:
-                async with self._asked(server, path, body.for_prefill(), ids, self._prefill_seconds) as answer:
+                async with self._asked(server, journey, journey.body.for_prefill(), self._prefill_seconds) as answer:
                     data = await answer.aread()
             except GONE as error:
-                await self._is_lost(server, ids, error)
+                await self._is_lost(server, journey, error)
+                journey.check()
                 continue
             params = params_in(data) if answer.status_code == 200 else None
-            self._count(server, ids, answer.status_code, params is not None)
+            self._count(server, journey, answer.status_code, params is not None)
             if answer.status_code != 503:  # what this one refuses, another one would too
                 return params
         return None
 
     # The answer
 
-    async def _decode(self, server: Server, path: str, data: bytes, is_stream: bool, ids: Ids, send: Send) -> None:
+    async def _decode(self, server: Server, journey: Journey, params: msgspec.Raw | None) -> None:
         """Pass the answer on. Raises Lost."""
         try:
-            async with self._asked(server, path, data, ids) as answer:
-                if is_stream and answer.status_code == 200:
-                    await self._pass_on(server, answer, ids, send)
+            async with self._asked(server, journey, journey.body.for_answer(params)) as answer:
+                if journey.body.is_stream and answer.status_code == 200:
+                    await self._pass_on(server, answer, journey)
                 else:
-                    await self._pass_whole(server, answer, ids, send)
+                    await self._pass_whole(server, answer, journey)
         except GONE as error:
-            await self._is_lost(server, ids, error)
-            raise Lost(not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)) from None
+            await self._is_lost(server, journey, error)
+            raise Lost from None
 
-    async def _pass_whole(self, server: Server, answer: httpx.Response, ids: Ids, send: Send) -> None:
+    async def _pass_whole(self, server: Server, answer: httpx.Response, journey: Journey) -> None:
         data = await answer.aread()
-        self._count(server, ids, answer.status_code, False)
+        self._count(server, journey, answer.status_code, False)
         response = Response(data, answer.status_code, _passed_back(answer))
         if answer.status_code == 503:  # it is full, starts, or ends: perhaps another one can
-            raise Lost(False, response)
-        await response({"type": "http"}, _nothing, send)
+            journey.refusal = response
+            journey.refused_by.add(server)
+            raise Lost
+        await response({"type": "http"}, _nothing, journey.send)
 
-    async def _pass_on(self, server: Server, answer: httpx.Response, ids: Ids, send: Send) -> None:
+    async def _pass_on(self, server: Server, answer: httpx.Response, journey: Journey) -> None:
         """A stream, as it comes; its header is sent with its first piece."""
-        pieces, begun = answer.aiter_raw(), False
+        begun, send = False, journey.send
         headers = [(name.encode(), value.encode("latin-1")) for name, value in _passed_back(answer).items()]
         try:
-            async for piece in pieces:
+            async for piece in answer.aiter_raw():
                 if not begun:
                     begun = True
                     await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -173,7 +189,7 @@ class Proxy:
         except GONE as error:
             if not begun:
                 raise
-            await self._is_lost(server, ids, error)
+            await self._is_lost(server, journey, error)
             words = error_json(unavailable("The server ended while it answered this request."))
             end = f"data: {words}\n\ndata: [DONE]\n\n".encode()
             await send({"type": "http.response.body", "body": end, "more_body": False})
@@ -181,16 +197,16 @@ class Proxy:
         if not begun:
             await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-        self._count(server, ids, 200, False)
+        self._count(server, journey, 200, False)
 
     # Both
 
     @asynccontextmanager
     async def _asked(
-        self, server: Server, path: str, data: bytes, ids: Ids, seconds: float | None = None
+        self, server: Server, journey: Journey, data: bytes, seconds: float | None = None
     ) -> AsyncIterator[httpx.Response]:
         """A server's answer, of which the header has come. Raises what GONE names."""
-        span = secrets.token_hex(8)
+        span, ids = secrets.token_hex(8), journey.ids
         if trace.on:
             trace.emit(
                 "router.sent",
@@ -205,8 +221,9 @@ class Proxy:
         timeout = (
             client.timeout if seconds is None else httpx.Timeout(seconds, connect=client.timeout.connect, pool=None)
         )
+        headers = ids.for_server(span)
         request = client.build_request(
-            "POST", server.url + path, content=data, headers=ids.for_server(span), timeout=timeout
+            "POST", server.url + journey.path, content=data, headers=headers, timeout=timeout
         )
         with server.at_work():
             answer = await client.send(request, stream=True)
@@ -215,32 +232,18 @@ class Proxy:
             finally:
                 await answer.aclose()
 
-    def _count(self, server: Server, ids: Ids, status: int, is_kept: bool) -> None:
-        self._metrics.answered(server, str(status))
+    def _count(self, server: Server, journey: Journey, status: int, is_kept: bool, message: str = "") -> None:
+        self._metrics.answered(server, str(status) if status else "lost")
         if trace.on:
+            req, role = journey.ids.request, server.role
             trace.emit(
-                "router.answered",
-                req=ids.request,
-                role=server.role,
-                url=server.url,
-                status=status,
-                is_kept=is_kept,
-                message="",
+                "router.answered", req=req, role=role, url=server.url, status=status, is_kept=is_kept, message=message
             )
 
-    async def _is_lost(self, server: Server, ids: Ids, error: Exception) -> None:
+    async def _is_lost(self, server: Server, journey: Journey, error: Exception) -> None:
         """Is it gone, or was it only this connection?"""
-        self._metrics.answered(server, "lost")
-        if trace.on:
-            trace.emit(
-                "router.answered",
-                req=ids.request,
-                role=server.role,
-                url=server.url,
-                status=0,
-                is_kept=False,
-                message=reason(error),
-            )
+        self._count(server, journey, 0, False, reason(error))
+        journey.deaths += not isinstance(error, httpx.ConnectError | httpx.TimeoutException)
         await self._servers.look(server)
 
 
@@ -250,7 +253,3 @@ def _passed_back(answer: httpx.Response) -> dict[str, str]:
 
 async def _nothing() -> dict[str, str]:
     return {"type": "http.disconnect"}
-
-
-async def _ignore(message: object) -> None:
-    """Nobody reads it."""

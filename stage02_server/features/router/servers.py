@@ -66,8 +66,10 @@ class Servers:
         return min(up, key=lambda server: (server.busy, server.served), default=None)
 
     def for_answer(self, but: Collection[Server] = ()) -> Server | None:
-        """Who gives the answer: a decode server, or else a prefill server, which can do all of it."""
-        return self.choose("decode", but) or self.choose("prefill", but)
+        """Who gives the answer: a decode server, or where none is up a prefill server, which can do all of it."""
+        if any(server.is_up for server in self.decode):
+            return self.choose("decode", but)
+        return self.choose("prefill", but)
 
     async def look(self, server: Server) -> None:
         """Is it up?"""
