@@ -115,15 +115,13 @@ class Proxy:
         """Raises APIError if nobody can."""
         params, is_prefilled = None, False
         for _ in range(len(self._servers.all) + MOST_DEATHS):
+            if not is_prefilled and self._servers.choose("decode", journey.refused_by) is not None:
+                params, is_prefilled = await self._prefill(journey), True
             if (server := self._servers.for_answer(journey.refused_by)) is None:
                 break
-            if server.role == "prefill":
-                params = None
-            elif not is_prefilled:
-                params, is_prefilled = await self._prefill(journey), True
             deaths = journey.deaths
             try:
-                await self._decode(server, journey, params)
+                await self._decode(server, journey, params if server.role == "decode" else None)
                 return
             except Lost:
                 journey.check()
