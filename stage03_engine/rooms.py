@@ -108,6 +108,8 @@ ROOMS = (
     "stage02_server.features.dry_run",
     "stage02_server.features.batch",
     "stage02_server.features.api_servers",
+    "stage02_server.features.kv_transfer_params",
+    "stage02_server.features.router",
     "stage02_server.features.refusals",
     "stage01_cli.tools",
     "stage01_cli.bench",

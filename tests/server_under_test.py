@@ -125,7 +125,7 @@ _SERVE = """
 import sys
 {patch}
 from {command} import main
-code = main(["serve", *sys.argv[1:]])
+code = main(["{subcommand}", *sys.argv[1:]])
 print(" ".join(sorted({{name.partition(".")[0] for name in sys.modules}})))
 sys.exit(code)
 """
@@ -162,14 +162,15 @@ def rest(client: socket.socket) -> bytes:
 
 
 class ServerProcess:
-    """`serve ...` of a stage in a process; `patch` runs before it. Prints its top-level modules at the end. `before` is a command
+    """`serve ...` of a stage, or another subcommand, in a process; `patch` runs before it. Prints its top-level modules at the end. `before` is a command
     that executes another."""
 
     def __init__(
         self, *args: str, patch: str = "", command: str = "stage02_server.__main__", own_group: bool = False,
-        before: Sequence[str] = (),
+        before: Sequence[str] = (), subcommand: str = "serve",
     ) -> None:  # fmt: skip
-        code = [*before, sys.executable, "-c", _SERVE.format(patch=patch, command=command), *args]
+        words = _SERVE.format(patch=patch, command=command, subcommand=subcommand)
+        code = [*before, sys.executable, "-c", words, *args]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(code, stdout=pipe, stderr=pipe, text=True, start_new_session=own_group)
         self.lines: list[str] = []
@@ -195,6 +196,11 @@ class ServerProcess:
 
     def wait_until_ready(self) -> str:
         self.url = self.wait_for(r"Serving \S+ on (http://\S+)$")[1].replace("0.0.0.0", "127.0.0.1")
+        return self.url
+
+    def wait_until_routing(self) -> str:
+        """The same for a router."""
+        self.url = self.wait_for(r"Routing on (http://\S+): ")[1].replace("0.0.0.0", "127.0.0.1")
         return self.url
 
     def wait(self) -> int:

@@ -72,7 +72,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"logprob_token_ids": [1] * 129, "logprobs": 1}, "logprob_token_ids"),
     ({"logprob_token_ids": ["a"], "logprobs": 1}, "body.logprob_token_ids"),
     ({"use_beam_search": True, "logprob_token_ids": [1]}, "logprob_token_ids"),
-    ({"kv_transfer_params": {"a": 1}}, "kv_transfer_params"),
+    ({"kv_transfer_params": {"a": 1}}, "body.kv_transfer_params"),
+    ({"kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params"),
     ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
     ({"truncate_prompt_tokens": MAX_MODEL_LEN + 1}, "truncate_prompt_tokens"),
 ]

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import hmac
 import secrets
+from collections.abc import Sequence
 
 from fastapi import FastAPI
 
@@ -28,15 +30,16 @@ class Tenants:
     no `cache_salt` of another key makes the same one.
     """
 
-    def __init__(self, engine: AsyncLLM, num_keys: int, shared_prefix_cache: bool) -> None:
-        self._engine = engine
-        self._salts = None if shared_prefix_cache else [secrets.token_hex(16) for _ in range(num_keys)]
+    def __init__(self, engine: AsyncLLM, keys: Sequence[str], shared_prefix_cache: bool) -> None:
+        self._engine, self._keys = engine, keys
+        self._salts = None if shared_prefix_cache else [secrets.token_hex(16) for _ in keys]
         self._owners: dict[str, int | None] = {}  # request -> its key
 
     def share_salts(self, secret: str) -> None:
-        """Servers that call this with one secret give each key the same salt: what one has cached for a key, all find for it."""
+        """Servers that call this with one secret give each key the same salt, also if they know the keys in another order: what one has
+        cached for a key, all find for it."""
         if self._salts is not None:
-            digests = [hashlib.sha256(f"{secret} {key}".encode()) for key in range(len(self._salts))]
+            digests = [hmac.new(secret.encode(), key.encode(), hashlib.sha256) for key in self._keys]
             self._salts = [digest.hexdigest()[:32] for digest in digests]
 
     def send(self, request: EngineCoreRequest) -> None:
@@ -57,8 +60,8 @@ class Tenants:
 
 def install(app: FastAPI, services: Services) -> None:
     """With more than one key, see every request, and have the keys take turns where threads work for them."""
-    keys = set(services.args.api_key or ())
+    keys = list(dict.fromkeys(services.args.api_key or ()))  # in the order of their numbers
     if len(keys) > 1:
-        app.state.tenants = tenants = Tenants(services.engine, len(keys), services.args.shared_prefix_cache)
+        app.state.tenants = tenants = Tenants(services.engine, keys, services.args.shared_prefix_cache)
         services.engine.outgoing.append(tenants.send)
         asyncio.get_running_loop().set_default_executor(TurnsByKey())  # what `asyncio.to_thread` does is somebody's too

@@ -73,7 +73,13 @@ def _row(request: RequestStory, latency: Latency, start: int) -> list[str]:
 
 def _end(request: RequestStory) -> str:
     """How it ended, as far as was recorded."""
-    for name, word in (("request.refused", "refused"), ("request.aborted", "aborted"), ("grammar.refused", "refused")):
+    ends = {
+        "request.refused": "refused",
+        "request.aborted": "aborted",
+        "grammar.refused": "refused",
+        "router.received": "routed",
+    }
+    for name, word in ends.items():
         if name in request.first:
             return word
     return request.reason or ("finished" if "request.finished" in request.first else "not recorded")

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
+from itertools import takewhile
 from threading import Lock, Thread
 
 import msgspec
@@ -51,6 +52,7 @@ class Fetch(msgspec.Struct):
     came: dict[bytes, bytes] = {}  # of them
     asked: str | None = None  # the event
     size: int = 0
+    same: list[Fetch] = []  # those of other answers to the prompt, with n above 1: they get what this one gets
 
 
 class Peer:
@@ -147,7 +149,7 @@ class BlockFetcher:
             trace.emit("kv_p2p.lost", peer=peer.address, message=why, num_requests=len(peer.fetches))
         self._forget(peer)
         for fetch in peer.fetches.values():
-            fetch.done.set_result(None)
+            self._end(fetch)
 
     def _forget(self, peer: Peer) -> None:
         for source in (peer.connection.socket, peer.connection.monitor):
@@ -172,6 +174,9 @@ class BlockFetcher:
             return
         if peer.is_foreign or fetch.found.is_over:
             self._finish(peer, fetch)
+            return
+        if (other := peer.fetches.get(fetch.source.place)) is not None:
+            other.same.append(fetch)
             return
         peer.fetches[fetch.source.place] = fetch
         self._want(peer, fetch)
@@ -233,7 +238,17 @@ class BlockFetcher:
         """The producer may let go."""
         peer.fetches.pop(fetch.source.place, None)
         self._send(peer, Done(fetch.source.place, cause))
-        fetch.done.set_result(None)
+        self._end(fetch)
+
+    def _end(self, fetch: Fetch) -> None:
+        """Nothing more comes for it; whoever waited for the same blocks has them too."""
+        have = dict(zip(fetch.hashes, fetch.found.blocks))
+        with self._lock:
+            for other in fetch.same:
+                if not other.found.is_over:
+                    other.found.blocks += [have[each] for each in takewhile(have.__contains__, other.hashes)]
+        for each in (fetch, *fetch.same):
+            each.done.set_result(None)
 
     def _drop(self, found: Found) -> None:
         """If it is still on its way, it is not waited for; nor is a producer that nobody could reach."""

@@ -6,8 +6,8 @@ consumer says that in turn, with `do_remote_prefill`: it waits until its blocks 
 
 from __future__ import annotations
 
-import itertools
-import os
+import secrets
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -37,8 +37,10 @@ class P2pZmqConnectorScheduler(KVConnectorScheduler):
         self._port: int = LISTENING.get(transfer.engine_id, transfer.kv_port)
         if transfer.saves and not self._port:
             raise ConfigError("kv_transfer_config: kv_port must be a port if the worker is a process of its own, not 0")
-        self._places = itertools.count(int.from_bytes(os.urandom(6)))  # an engine that is started again has others
         self._kept: dict[str, int] = {}  # request -> the place of its blocks
+        self._cut: set[str] = set()  # requests of which a block was not kept: those after it would not be found
+        self._held: Counter[int | None] = Counter()  # API key -> blocks that it has kept
+        self._keepers: dict[int, list[int | None]] = {}  # block -> for which keys
         self._told: set[str] = set()  # requests whose place was told to somebody who will ask
         self._withdrawn: list[int] = []
         self._asked: set[str] = set()  # requests whose blocks were asked for
@@ -81,17 +83,36 @@ class P2pZmqConnectorScheduler(KVConnectorScheduler):
 
     def build_connector_meta(self, full: Sequence[FullBlock], room: int) -> Transfers:
         """Those of requests that another engine goes on with."""
-        saves = [
-            (block, block_hash, self._place(request.request_id))
-            for request, block, block_hash in full
-            if params_of(request).get("do_remote_decode")
-        ]
+        saves: list[tuple[int, bytes, int]] = []
+        for request, block, block_hash in full:
+            if params_of(request).get("do_remote_decode") and self._may_keep(request, room - len(saves)):
+                saves.append((block, block_hash, self._place(request.request_id)))
+                self._held[request.tenant] += 1
+                self._keepers.setdefault(block, []).append(request.tenant)
         transfers = Transfers(self._loads, saves, self._withdrawn)
         self._loads, self._withdrawn = [], []
         return transfers
 
+    def _may_keep(self, request: Request, room: int) -> bool:
+        """Of several API keys none holds more than what is left for the others: however many never ask for their blocks, there is room for
+        one more."""
+        if request.tenant is not None and self._held[request.tenant] >= room:
+            self._cut.add(request.request_id)
+        return request.request_id not in self._cut
+
+    def update_connector_output(self, saved: list[int]) -> None:
+        """Of a block that several keys have kept (--shared-prefix-cache) it does not matter whose turn it is: all are counted once."""
+        for block in saved:
+            keepers = self._keepers[block]
+            self._held[keepers.pop()] -= 1
+            if not keepers:
+                del self._keepers[block]
+
     def _place(self, request_id: str) -> int:
-        return self._kept.setdefault(request_id, next(self._places))
+        """Random: whoever has not been told it cannot give the blocks of somebody else back."""
+        if request_id not in self._kept:
+            self._kept[request_id] = secrets.randbits(63)
+        return self._kept[request_id]
 
     def get_transfer_params(self, request: Request) -> dict[str, Any] | None:
         """Where its blocks are kept, for the engine that goes on with it."""
@@ -117,6 +138,7 @@ class P2pZmqConnectorScheduler(KVConnectorScheduler):
         if place is not None and request_id not in self._told:
             self._withdrawn.append(place)
         self._told.discard(request_id)
+        self._cut.discard(request_id)
         if self._ahead is not None:
             self._ahead.drop(request_id)
         self._asked.discard(request_id)
@@ -124,7 +146,10 @@ class P2pZmqConnectorScheduler(KVConnectorScheduler):
     def check_invariants(self, waiting: set[str]) -> None:
         """Raises AssertionError."""
         known = self._requests.keys()
-        assert self._kept.keys() | self._told | self._asked <= known, "something is kept for a request that has ended"
+        assert self._kept.keys() | self._told | self._asked | self._cut <= known, (
+            "something is kept for a request that has ended"
+        )
+        assert sum(self._held.values()) == sum(map(len, self._keepers.values())), "blocks are counted wrongly"
         if self._ahead is not None:
             self._ahead.check_invariants(waiting)
 

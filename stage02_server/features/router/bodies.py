@@ -1,0 +1,88 @@
+"""What of a request goes to whom. A body is taken apart no further than its first level: what its fields hold passes byte for byte."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from stage02_server.errors import APIError
+from stage03_engine.messages import MALFORMED
+
+FIELD = "kv_transfer_params"
+DO_REMOTE_DECODE = {
+    "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None, "remote_host": None, "remote_port": None,
+}  # fmt: skip
+"""What vLLM's proxies send to a prefill server."""
+_OF_THE_ANSWER = (
+    "stream", "stream_options", "stream_interval", "max_completion_tokens", "best_of", "logprobs", "top_logprobs", "response_format", "structured_outputs",
+    "guided_choice", "guided_grammar", "guided_json", "guided_regex", "echo", "stop", "request_id",
+)  # fmt: skip
+"""Fields that are of no use to a prefill server: they say how the answer is to be, and change nothing of the prompt."""
+_NOTHING = {b"null", b"false", b"0", b"{}", b"[]", b'""'}
+_read = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_read_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
+write = msgspec.json.encode
+
+
+class Body:
+    """A request for text. Raises APIError 400 for what is no JSON object, and for what the router itself says."""
+
+    def __init__(self, data: bytes) -> None:
+        try:
+            self._fields = _read(data)
+        except MALFORMED:
+            raise APIError(400, "Bad Request", "The body must be a JSON object.", "body") from None
+        if self._has(FIELD):
+            raise APIError(400, "BadRequestError", f"{FIELD} is what this router says to its servers.", FIELD)
+        self._fields.pop(FIELD, None)
+
+    def _has(self, name: str) -> bool:
+        return self._text(name) not in _NOTHING
+
+    def _text(self, name: str) -> bytes:
+        return bytes(self._fields[name]).strip() if name in self._fields else b"null"
+
+    @property
+    def is_stream(self) -> bool:
+        """Is the answer to come piece by piece?"""
+        return self._text("stream") == b"true"
+
+    @property
+    def pays(self) -> bool:
+        """Is it worth while, and possible, to have its prompt computed elsewhere? One prompt, of which nothing but keys and values is
+        needed, and no picture."""
+        alone = (
+            self._has("prompt_logprobs")
+            or self._has("use_beam_search")
+            or (self._has("echo") and self._has("logprobs"))
+        )
+        return not alone and b'"image_url"' not in self._text("messages") and self._has_one_prompt()
+
+    def _has_one_prompt(self) -> bool:
+        prompt = self._text("prompt")
+        inner = prompt[1:].lstrip()
+        if not prompt.startswith(b"[") or inner[:1].isdigit():  # a text, or token ids
+            return True
+        try:
+            return len(_read_list(prompt)) == 1
+        except MALFORMED:
+            return False  # a server says what is wrong
+
+    def for_prefill(self) -> bytes:
+        """The prompt, and one token."""
+        kept = {name: value for name, value in self._fields.items() if name not in _OF_THE_ANSWER}
+        return write(kept | {"max_tokens": 1, "min_tokens": 0, "n": 1, FIELD: DO_REMOTE_DECODE})
+
+    def for_answer(self, params: msgspec.Raw | None) -> bytes:
+        """All of it, and where its prompt's blocks are."""
+        return write(self._fields if params is None else self._fields | {FIELD: params})
+
+
+def params_in(answer: bytes) -> msgspec.Raw | None:
+    """What a prefill server says about the blocks; None if it keeps none, or says something else."""
+    try:
+        found: Any = _read(answer).get(FIELD)
+    except MALFORMED:
+        return None
+    return None if found is None or bytes(found) == b"null" else found

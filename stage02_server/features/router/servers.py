@@ -1,0 +1,109 @@
+"""The servers behind the router: which are up, how busy each is, and who gets the next request."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+
+import httpx
+
+from stagetrace import trace
+
+logger = logging.getLogger(__name__)
+HEALTH_SECONDS = 2.0  # a server that takes longer to say that it is well is not
+CONNECT_SECONDS = 2.0
+AGAIN_SECONDS = 1.0
+
+
+class Server:
+    """One server. `busy` counts what it is doing for this router."""
+
+    def __init__(self, role: str, url: str) -> None:
+        self.role, self.url = role, url.rstrip("/")
+        self.is_up: bool | None = None  # None: nobody has asked yet
+        self.busy = self.served = 0
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """A request is there."""
+        self.busy, self.served = self.busy + 1, self.served + 1
+        try:
+            yield
+        finally:
+            self.busy -= 1
+
+
+class Servers:
+    """All of them. It connects to no address but theirs: redirections and the environment's proxies are not followed."""
+
+    def __init__(self, prefill: Iterable[str], decode: Iterable[str], timeout: float) -> None:
+        self.prefill, self.decode = (
+            [Server("prefill", url) for url in prefill],
+            [Server("decode", url) for url in decode],
+        )
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # it has a line for each look
+        # A server closes a connection that idles for 5 s: one that is about to be closed must not get a request.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=2.0)
+        timeouts = httpx.Timeout(timeout, connect=CONNECT_SECONDS, pool=None)
+        self.client = httpx.AsyncClient(
+            limits=limits,
+            timeout=timeouts,
+            trust_env=False,
+            follow_redirects=False,
+            headers={"Accept-Encoding": "identity"},
+        )
+
+    @property
+    def all(self) -> list[Server]:
+        """Of both kinds."""
+        return [*self.prefill, *self.decode]
+
+    def choose(self, role: str, but: Collection[Server] = ()) -> Server | None:
+        """The least busy server of this kind that is up, and of several the one that was asked least."""
+        up = [server for server in getattr(self, role) if server.is_up and server not in but]
+        return min(up, key=lambda server: (server.busy, server.served), default=None)
+
+    def for_answer(self, but: Collection[Server] = ()) -> Server | None:
+        """Who gives the answer: a decode server, or where none is up a prefill server, which can do all of it."""
+        if any(server.is_up for server in self.decode):
+            return self.choose("decode", but)
+        return self.choose("prefill", but)
+
+    async def look(self, server: Server) -> None:
+        """Is it up?"""
+        try:
+            answer = await self.client.get(server.url + "/health", timeout=HEALTH_SECONDS)
+        except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+            self._found(server, False, reason(error))
+        else:
+            self._found(server, answer.status_code == 200, f"its /health says {answer.status_code}")
+
+    def _found(self, server: Server, is_up: bool, why: str) -> None:
+        if server.is_up is is_up:
+            return
+        server.is_up = is_up
+        if is_up:
+            logger.info("The %s server %s is ready.", server.role, server.url)
+        else:
+            logger.warning(
+                "The %s server %s cannot be used, and gets no requests until it can: %s.", server.role, server.url, why
+            )
+        if trace.on:
+            trace.emit("router.server", role=server.role, url=server.url, is_up=is_up, message="" if is_up else why)
+
+    async def watch(self, seconds: float) -> None:
+        """Look at all of them again and again; more often at what is not up, which may be loading its model."""
+        while True:
+            await asyncio.sleep(seconds if all(server.is_up for server in self.all) else min(seconds, AGAIN_SECONDS))
+            await asyncio.gather(*map(self.look, self.all))
+
+
+def reason(error: Exception) -> str:
+    """In a few words."""
+    if isinstance(error, httpx.ConnectError):
+        return "nobody listens there"
+    if isinstance(error, httpx.TimeoutException):
+        return "it does not answer in time"
+    return f"the connection broke ({type(error).__name__})"
