@@ -39,8 +39,8 @@ def expected() -> list[str]:
 
 @pytest.fixture(scope="module")
 def several() -> Iterator[Several]:
-    """Two engines of each kind, with little room."""
-    made = Several("--disaggregate", "2:2", *TIGHT)
+    """Two engines of each kind, with little room. Every prompt goes the way round."""
+    made = Several("--disaggregate", "2:2", "--max-local-prefill-length", "0", *TIGHT)
     yield made
     made.server.close()
 
@@ -153,7 +153,7 @@ def test_one_of_each_survives_the_death_of_either(expected: list[str]) -> None:
 
 
 def test_the_recording_shows_the_way_of_each_block(tmp_path: Path) -> None:
-    """From the prefill engine to the decode engine, by cause; and it is consistent."""
+    """From the prefill engine to the decode engine, by cause; the same prompt again goes straight to the one that has it. All is consistent."""
     one = Several("--disaggregate", "1:1", "--trace", str(tmp_path))
     try:
         one.wait_until_whole()
@@ -168,9 +168,10 @@ def test_the_recording_shows_the_way_of_each_block(tmp_path: Path) -> None:
     assert (asked.proc, sent.proc, received.proc) == ("EngineCore_DP1", "EngineCore_DP0", "EngineCore_DP1")
     assert (sent.cause, received.cause) == (asked.ref, sent.ref)
     assert asked.req == sent.req == received.req == run.named("dp.prefilled")[0].req
-    assert [event.args["engine"] for event in run.named("dp.routed")] == [0, 1] * 2
+    routed = [(event.args["engine"], event.args["cached_blocks"]) for event in run.named("dp.routed")]
+    assert routed == [(0, 0), (1, 0), (1, received.args["num_blocks"])]
     assert received.args["num_blocks"] == asked.args["num_blocks"] and not received.args["missing"]
-    assert [event.args["why"] for event in run.named("kv_p2p.released")] == ["done"] * 2
+    assert [event.args["why"] for event in run.named("kv_p2p.released")] == ["done"]
     first, second = list(tell(run.events).requests.values())
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 16 * received.args["num_blocks"])
     for story in (first, second):  # the token of the prefill engine is none of the answer's

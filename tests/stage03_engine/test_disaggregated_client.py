@@ -1,4 +1,6 @@
-"""The client of engines with roles, over engines that do what a test says: where a request goes next, and that its counts and indexes stay right."""
+"""The client of engines with roles, over engines that do what a test says: where a request goes next, and that its counts and indexes stay right.
+
+A request passes a prefill engine, unless a test says how many tokens a decode engine may compute itself (`local`)."""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ import pytest
 from patience import PATIENCE
 from steered_engines import Engines, SteeredEngine, config_of
 
+from stage03_engine.frontend.features.data_parallel.balancing import MOST_BEHIND
 from stage03_engine.frontend.features.disaggregation.client import PARAMS, DisaggregatedClient
 from stage03_engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from stage03_engine.sampling_params import SamplingParams
@@ -40,11 +43,14 @@ class Role(SteeredEngine):
 
 
 class Front:
-    """A client of one prefill engine and one decode engine, and what it passed on."""
+    """A client of one prefill engine and some decode engines, and what it passed on."""
 
-    def __init__(self) -> None:
-        config = config_of(2, routing="prefix", restart=9)
-        roles = replace(config.disaggregation_config, disaggregate="1:1", num_prefill=1, num_decode=1)
+    def __init__(self, num_decode: int, local: int) -> None:
+        config = config_of(1 + num_decode, routing="prefix", restart=9)
+        roles = replace(
+            config.disaggregation_config, disaggregate=f"1:{num_decode}", num_prefill=1, num_decode=num_decode,
+            max_local_prefill_length=local,
+        )  # fmt: skip
         self.engines = Engines(Role)
         self.client = DisaggregatedClient(replace(config, disaggregation_config=roles), self.engines)
         self.tokens: dict[str, list[int]] = {}
@@ -70,7 +76,11 @@ class Front:
             await settle()
 
     def num_requests(self) -> list[int]:
-        return [self.client._engines[each].num_requests for each in (PREFILL, DECODE)]
+        return [engine.num_requests for _, engine in sorted(self.client._engines.items())]
+
+    def where(self) -> list[list[str]]:
+        """The requests of each engine."""
+        return [list(engine.requests) for engine in self.engines.made]
 
     def known(self, engine: int) -> int:
         """How many blocks of the prompt the router expects there."""
@@ -80,7 +90,7 @@ class Front:
         return len(index.last_used(engine, index.hashes(made), made))
 
     def assert_nothing_is_left(self) -> None:
-        assert self.num_requests() == [0, 0]
+        assert not any(self.num_requests())
         client = self.client
         assert (
             not client._requests
@@ -92,8 +102,8 @@ class Front:
 
 
 @asynccontextmanager
-async def front() -> AsyncIterator[Front]:
-    made = Front()
+async def front(num_decode: int, local: int) -> AsyncIterator[Front]:
+    made = Front(num_decode, local)
     made.client.start_process()
     await made.client.start()
     reading = asyncio.create_task(made.read())
@@ -111,9 +121,9 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def run(test: Callable[[Front], Awaitable[None]]) -> None:
+def run(test: Callable[[Front], Awaitable[None]], num_decode: int = 1, local: int = 0) -> None:
     async def whole() -> None:
-        async with front() as made:
+        async with front(num_decode, local) as made:
             await test(made)
 
     asyncio.run(asyncio.wait_for(whole(), PATIENCE))
@@ -206,3 +216,84 @@ def test_a_client_that_leaves_between_the_engines_gives_the_blocks_back() -> Non
         made.assert_nothing_is_left()
 
     run(test)
+
+
+# What a decode engine has
+
+
+async def turn(made: Front, name: str, prompt: list[int], engine: int) -> list[int]:
+    """One of a chat, which passes the prefill engine and goes on at that one: all that was said."""
+    await made.add(name, prompt)
+    assert made.where()[PREFILL] == [name]
+    await made.step(PREFILL)
+    assert made.where()[engine] == [name]
+    await made.step(engine, 3)
+    return prompt + made.tokens[name]
+
+
+@pytest.mark.parametrize(("missing", "is_computed_there"), [(1, True), (8, True), (9, False), (16, False), (17, False)])
+def test_what_a_decode_engine_has_nearly_all_of_goes_straight_there(missing: int, is_computed_there: bool) -> None:
+    """Up to `max_local_prefill_length` tokens behind the blocks that it has; the index knows the answer too."""
+
+    async def test(made: Front) -> None:
+        said = await turn(
+            made, "first", PROMPT + list(range(6)), DECODE
+        )  # 46 tokens, and 3 of an answer: three full blocks
+        await made.add("second", said[:48] + [99] * missing)
+        assert made.where() == ([[], ["second"]] if is_computed_there else [["second"], []])
+        choice = made.client._requests["second"].choice
+        assert choice is not None and choice.cached_blocks == (3 if is_computed_there else 2), "of the prompt alone"
+        if is_computed_there:
+            params: Any = made.engines[DECODE].requests["second"].sampling_params
+            assert (params.kv_transfer_params, params.max_tokens) == (None, 3)
+        else:
+            await made.step(PREFILL)
+        await made.step(DECODE, 3)
+        assert made.ended == dict.fromkeys(("first", "second"), FinishReason.LENGTH) and len(made.tokens["second"]) == 3
+        made.assert_nothing_is_left()
+
+    run(test, local=8)
+
+
+def test_a_short_prompt_is_computed_where_its_answer_is() -> None:
+    """The way round would take longer; without a decode engine the other one does all of it."""
+
+    async def test(made: Front) -> None:
+        await made.add("short", PROMPT[:20])
+        assert made.where() == [[], ["short"]]
+        made.engines[DECODE].die()
+        await settle()
+        assert made.where()[PREFILL] == ["short"] and not made.client._prefilling
+        await made.step(PREFILL, 3)
+        assert made.ended == {"short": FinishReason.LENGTH} and len(made.tokens["short"]) == 3
+        made.assert_nothing_is_left()
+
+    run(test, local=32)
+
+
+def test_a_chat_comes_back_to_the_decode_engine_that_has_its_turns() -> None:
+    """Also past a prefill engine, so that only the new blocks need to travel; but not to one that is much busier."""
+
+    async def test(made: Front) -> None:
+        one = await turn(made, "a1", PROMPT, DECODE)
+        await made.add("busy", [99] * 40)
+        await made.step(PREFILL)
+        assert made.where() == [[], ["busy"], []], "of two that are idle the first"
+        other = await turn(made, "b1", [77] * 40, DECODE + 1)
+        await made.client.abort_requests_async(["busy"])
+        again = await turn(made, "a2", one + [1] * 40, DECODE)
+        await turn(made, "b2", other + [1] * 40, DECODE + 1)
+        assert choice_of(made, again) == (DECODE, 5)
+        made.client._sides.decode.loads[DECODE].seen(waiting=0, running=MOST_BEHIND, own=0)
+        assert choice_of(made, again) == (DECODE, 5)
+        made.client._sides.decode.loads[DECODE].seen(waiting=0, running=MOST_BEHIND + 1, own=0)
+        assert choice_of(made, again) == (DECODE + 1, 0)
+
+    run(test, num_decode=2)
+
+
+def choice_of(made: Front, prompt: list[int]) -> tuple[int, int]:
+    """(the decode engine that a request would go to now, the blocks that it has of it)"""
+    choice = made.client._sides.decode.look(EngineCoreRequest("next", prompt, SamplingParams()))
+    assert choice is not None
+    return choice.engine, choice.cached_blocks

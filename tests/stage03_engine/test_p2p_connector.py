@@ -398,7 +398,7 @@ def test_blocks_of_another_engine_are_not_used(
     finally:
         producer.shutdown()
         consumer.shutdown()
-    said = [record.message for record in caplog.records if "is used: it is of another model" in record.message]
+    said = [record.message for record in caplog.records if "is used: 'it is of another model" in record.message]
     assert len(said) == ("prefix_caching_hash_seed" not in other)
 
 
@@ -421,6 +421,23 @@ def test_a_recording_shows_each_block_on_its_way(model: str, tmp_path: Path) -> 
     assert {event.cause for event in run.named("kv_p2p.released")} <= {event.ref for event in received}
     assert [event.args["num_blocks"] for event in sent if event.req == sent[0].req] == [16, 3]
     assert not [str(finding) for finding in check(tmp_path).findings if "kv_p2p" in str(finding)]
+
+
+def test_of_the_next_turn_only_new_blocks_travel(model: str, tmp_path: Path) -> None:
+    """The consumer has the turn before, its own answer included, and asks for what comes after it."""
+    with LLM(model, trace=str(tmp_path), **SMALL):
+        pair = Pair(model)
+        try:
+            prompt = PROMPTS[1]
+            for _ in range(2):
+                name = pair.add(prompt, params_of("greedy"))
+                pair.run(lambda: name in pair.ended)  # noqa: B023
+                prompt = prompt + pair.tokens[name] + [9] * 10
+            pair.assert_all_free()
+        finally:
+            pair.close()
+    asked = [(event.args["first"], event.args["num_blocks"]) for event in read_run(tmp_path).named("kv_p2p.asked")]
+    assert asked == [(0, 8), (11, 2)]  # of 33 tokens, and of 33 + 12 + 10: 44 of the first 45 were computed
 
 
 # What is refused

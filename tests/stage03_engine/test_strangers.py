@@ -235,6 +235,7 @@ FORMS: dict[str, tuple[str, str, set[tuple[str, str, str]]]] = {
     "asc": ("-asc=2", "", {HTTP}),
     "dp": ("-dp=2", "", {HTTP}),
     "dp and asc": ("-dp=2 -asc=2", "", {HTTP}),
+    "disaggregation": ("--disaggregate=1:1", "", {HTTP, ("EngineCore", "any", "open")}),
     "tp": ("-tp=2", "", {HTTP, GLOO}),
     "pp": ("-pp=2", "", {HTTP, GLOO}),
     "dp over machines": (DP, f"{DP} --headless -dpr=1", {HTTP, ("APIServer", "--data-parallel-rpc-port", "open")}),

@@ -206,7 +206,7 @@ _ROWS = [
         "A beam search took one more token: the length of its sequences, how many go on, how many are finished.", "entrypoints/generate/beam_search/offline.py beam_search"),
     Row("request.registered", 7, ENGINE, {}, "The output processor and the collector expect this request.", "v1/engine/output_processor.py add_request"),
     _optional("dp.routed", 7, ENGINE, {"engine": "int", "waiting": "int", "running": "int", "cached_blocks": "int", "again": "bool"},
-        "With several engines: this one gets the request, and has so many with it; cached_blocks = of its prompt, as --data-parallel-routing prefix estimates; again = it ran on another, which died.",
+        "With several engines: this one gets the request, and has so many with it; cached_blocks = of its prompt, as the front end estimates (--data-parallel-routing prefix, and for decode engines); again = it ran on another, which died.",
         "v1/engine/core_client.py DPLBAsyncMPClient.get_core_engine_for_request"),
     _optional("dp.prefilled", 7, ENGINE, {"engine": "int", "is_kept": "bool"}, "A prefill engine has computed this request's prompt, and it goes on to a decode engine; is_kept = the blocks wait there to be fetched.", "-"),
     _optional("dp.counts_sent", 7, ENGINE, {"engine": "int", "waiting": "int", "running": "int"}, "A front end beside others told the coordinator how much an engine has to do.",

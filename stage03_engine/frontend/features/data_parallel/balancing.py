@@ -101,14 +101,23 @@ class Balancer:
 
     def choose(self, request: EngineCoreRequest) -> Choice | None:
         """Choose the engine for this request, and count the request there. None if no engine is ready. Ties go to the lowest number."""
+        if (choice := self.look(request)) is not None:
+            self.take(choice)
+        return choice
+
+    def look(self, request: EngineCoreRequest) -> Choice | None:
+        """The engine that this request would go to now."""
         if not self.loads:
             return None
         if self._prefixes is None:
-            choice = Choice(min(sorted(self.loads), key=lambda engine: self.loads[engine].score))
-        else:
-            choice = self._by_prefix(request, self._prefixes)
+            return Choice(min(sorted(self.loads), key=lambda engine: self.loads[engine].score))
+        return self._by_prefix(request, self._prefixes)
+
+    def take(self, choice: Choice) -> None:
+        """It goes there: count it."""
         self.loads[choice.engine].sent()
-        return choice
+        if self._prefixes is not None:
+            self._prefixes.sent(choice.engine, choice.hashes)
 
     def _by_prefix(self, request: EngineCoreRequest, prefixes: PrefixIndex) -> Choice:
         hashes = prefixes.hashes(request)
@@ -116,7 +125,6 @@ class Balancer:
         loads = [(each, self.loads[each]) for each in known]
         candidates = [Candidate(n, load.waiting, load.running, len(known[n])) for n, load in loads]
         engine = self._choose(candidates, len(hashes))
-        prefixes.sent(engine, hashes)
         return Choice(engine, len(known[engine]), hashes, known[engine])
 
     def began(self, choice: Choice, num_cached_tokens: int) -> None:

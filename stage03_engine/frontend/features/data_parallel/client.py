@@ -96,7 +96,7 @@ class DPLBAsyncMPClient(AsyncEngineCoreClient):
         self._totals = Totals()
 
     def _new_balancer(self) -> Balancer:
-        return Balancer(PrefixIndex.of(self._config))
+        return Balancer(PrefixIndex.asked(self._config))
 
     @property
     def states(self) -> dict[int, EngineState]:

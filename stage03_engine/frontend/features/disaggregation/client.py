@@ -1,7 +1,7 @@
 """The client of engines of which some compute prompts and others go on with them (vLLM: a proxy in front of two servers).
 
-A request goes to a prefill engine first, which ends it with its first token and says where its blocks are; then to a decode engine, which fetches them. The
-client passes on what the decode engine says. An engine that dies costs time: another one of its kind takes over, a decode engine computes
+A request goes to a prefill engine first, which ends it with its first token and says where its blocks are; then to a decode engine, which fetches them. One of
+which a decode engine has nearly all goes straight there. The client passes on what the decode engine says. An engine that dies costs time: another one of its kind takes over, a decode engine computes
 the prompt itself if there is no prefill engine, and a prefill engine does all of it if there is no decode engine.
 """
 
@@ -20,6 +20,7 @@ from stage03_engine.frontend.features.data_parallel.balancing import Balancer, C
 from stage03_engine.frontend.features.data_parallel.client import DPLBAsyncMPClient, ScalingError
 from stage03_engine.frontend.features.data_parallel.engine import DPAsyncMPClient, Engine, MakeEngine
 from stage03_engine.frontend.features.data_parallel.in_flight import InFlight
+from stage03_engine.frontend.features.data_parallel.prefix_index import PrefixIndex
 from stage03_engine.frontend.features.disaggregation.roles import Roles
 from stage03_engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from stagetrace import trace
@@ -82,22 +83,34 @@ class DisaggregatedClient(DPLBAsyncMPClient):
         super().__init__(config, lambda own, index: make_engine(self.roles.of(own, index), index))
 
     def _new_balancer(self) -> Balancer:
-        self._sides = TwoSides(super()._new_balancer(), super()._new_balancer(), self.roles)
+        decode = Balancer(PrefixIndex.of(self._config))  # the next turn of a chat goes where the turns before it are
+        self._sides = TwoSides(super()._new_balancer(), decode, self.roles)
         return self._sides
 
     # To an engine
 
     def _choose(self, request: EngineCoreRequest) -> Choice | None:
-        if self._pays(request) and (choice := self._sides.prefill.choose(request)) is not None:
+        here = self._sides.decode.look(request)
+        if self._pays(request, here) and (choice := self._sides.prefill.choose(request)) is not None:
             self._prefilling.add(request.request_id)
             return choice
-        return self._sides.decode.choose(request) or self._sides.prefill.choose(request)
+        if here is None:
+            return self._sides.prefill.choose(request)
+        self._sides.decode.take(here)
+        return here
 
-    def _pays(self, request: EngineCoreRequest) -> bool:
-        """Can another engine use blocks of it? A whole one before the last token, and of nothing but what the tokens' hashes stand for."""
-        size, params = self._config.cache_config.block_size, request.sampling_params
+    def _pays(self, request: EngineCoreRequest, here: Choice | None) -> bool:
+        """Should a prefill engine compute it for `here`? A decode engine can use whole blocks before the last token, of nothing but what the tokens' hashes
+        stand for; and it computes a few tokens sooner itself than it gets them."""
+        size, params, length = (
+            self._config.cache_config.block_size,
+            request.sampling_params,
+            len(request.prompt_token_ids),
+        )
         alone = getattr(params, "prompt_logprobs", None) is not None or request.task is not None
-        return request.request_id not in self._kept and len(request.prompt_token_ids) > size and not alone
+        missing = length - size * (0 if here is None else here.cached_blocks)
+        pays = length > size and missing > self._config.disaggregation_config.max_local_prefill_length
+        return pays and not alone and request.request_id not in self._kept
 
     def _message(self, request: EngineCoreRequest, engine: Engine) -> EngineCoreRequest:
         params, kept = request.sampling_params, self._kept.get(request.request_id)

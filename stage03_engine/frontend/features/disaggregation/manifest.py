@@ -51,6 +51,12 @@ class DisaggregationConfig:
         "P:D, as in 1:1: start P engines that compute prompts and D engines that go on with them; the KV-cache blocks travel over sealed links. Long "
         "prompts then hold up no running request",
     )
+    max_local_prefill_length: int = option(
+        32,
+        "with --disaggregate: a prompt of which no more tokens than these are missing in a decode engine's prefix cache is computed there; 0 sends every "
+        "prompt of a block or more to a prefill engine first",
+        at_least=0,
+    )
     num_prefill: int = internal(0)
     num_decode: int = internal(0)
 
