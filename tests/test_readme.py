@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import importlib.util
 import itertools
 import os
@@ -59,7 +60,7 @@ RUN_ELSEWHERE = {
 
 PLAIN_SERVER = "python -m stage02_server serve gpt2-tiny"
 """The README's, which answers the `curl` commands."""
-OWN_SERVER = {"--engine", "--runner", "--convert", "--load-format", "--disaggregate"}
+OWN_SERVER = {"--engine", "--runner", "--convert", "--load-format", "--disaggregate", "--no-node-secret-required"}
 """A command with one of these serves something else; the others share a server that has the flags of all of them."""
 
 
@@ -87,6 +88,8 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[list
             for i in [i for i, flag in enumerate(flags) if flag == "--trace"]:
                 flags[i + 1] = str(tmp_path_factory.mktemp("trace"))
             module = "stage02_server.__main__" if "stage02_server" in words else "stage01_cli.main"
+            # a free port for blocks too
+            flags = [flag.replace('"kv_producer"', '"kv_producer", "kv_port": 0') for flag in flags]
             model, *place = words[words.index("serve") + 1], "--host", "127.0.0.1", "--port", "0"
             servers[key] = ServerProcess(model, *flags, *place, command=module)
             servers[key].wait_until_ready()
@@ -150,6 +153,12 @@ def test_command(
         return check_make(words)
     if is_serve(words):
         assert httpx.get(started(words).url + "/health").status_code == 200
+        return
+    if words[:2] == ["stages", "router"]:
+        with contextlib.closing(
+            ServerProcess(*words[2:], "--port", "0", command="stage01_cli.main", subcommand="router")
+        ) as router:
+            assert httpx.get(router.wait_until_routing() + "/health").status_code == 503  # its servers are elsewhere
         return
     if words[0] == "curl":
         url = started(PLAIN_SERVER.split()).url

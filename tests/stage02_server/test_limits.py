@@ -25,12 +25,13 @@ import stage02_server
 from stage02_server.cli_args import FrontendArgs
 from stage02_server.features.page.openapi import describe
 from stage02_server.features.pooling import routes as pooling
+from stage02_server.features.router.command import RouterFlags
 from stage03_engine.args.fields import settings_of
 from stage03_engine.config import VllmConfig
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "stage02_server/features/hardening/LIMITS.md"
-A_LIMIT = re.compile(r"^(max_|h11_max|grammar_)|(_timeout|_seconds|_bytes|_alive)$")
+A_LIMIT = re.compile(r"^(max_|h11_max|grammar_)|(_timeout|_seconds|_secs|_bytes|_alive)$")
 
 
 def rows(heading: str) -> list[list[str]]:
@@ -45,8 +46,8 @@ def named(cell: str) -> list[str]:
 
 
 def flags() -> set[str]:
-    """All settings of the server and of its engine."""
-    sections = [FrontendArgs, *(type(getattr(VllmConfig(), each.name)) for each in fields(VllmConfig))]
+    """All settings of the server, of its engine, and of the router."""
+    sections = [FrontendArgs, RouterFlags, *(type(getattr(VllmConfig(), each.name)) for each in fields(VllmConfig))]
     return {setting.name for section in sections for setting in settings_of(section)}
 
 

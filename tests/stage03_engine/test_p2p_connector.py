@@ -398,7 +398,7 @@ def test_blocks_of_another_engine_are_not_used(
     finally:
         producer.shutdown()
         consumer.shutdown()
-    said = [record.message for record in caplog.records if "is used: it is of another model" in record.message]
+    said = [record.message for record in caplog.records if "is used: 'it is of another model" in record.message]
     assert len(said) == ("prefix_caching_hash_seed" not in other)
 
 

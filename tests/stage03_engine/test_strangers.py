@@ -235,6 +235,7 @@ FORMS: dict[str, tuple[str, str, set[tuple[str, str, str]]]] = {
     "asc": ("-asc=2", "", {HTTP}),
     "dp": ("-dp=2", "", {HTTP}),
     "dp and asc": ("-dp=2 -asc=2", "", {HTTP}),
+    "disaggregation": ("--disaggregate=1:1", "", {HTTP, ("EngineCore", "any", "open")}),
     "tp": ("-tp=2", "", {HTTP, GLOO}),
     "pp": ("-pp=2", "", {HTTP, GLOO}),
     "dp over machines": (DP, f"{DP} --headless -dpr=1", {HTTP, ("APIServer", "--data-parallel-rpc-port", "open")}),
@@ -394,7 +395,13 @@ def rows_of_the_page() -> set[tuple[str, str]]:
 
 def test_the_page_has_a_row_for_each_port() -> None:
     ours = {port[:2] for _, _, ports in FORMS.values() for port in ports}
-    assert rows_of_the_page() == ours | {("LLM", "MASTER_PORT"), ("torchrun", "any"), ("Ray", "any"), ("lab", "any")}
+    assert rows_of_the_page() == ours | {
+        ("Router", "--port"),
+        ("LLM", "MASTER_PORT"),
+        ("torchrun", "any"),
+        ("Ray", "any"),
+        ("lab", "any"),
+    }
 
 
 @LINUX

@@ -58,6 +58,7 @@ class Ids(NamedTuple):
             "X-Request-Id": self.request,
             "traceparent": f"00-{self.trace}-{span}-01",
             "Content-Type": "application/json",
+            "Accept-Encoding": "identity",
         }
         return self.headers | own
 

@@ -47,13 +47,7 @@ class Servers:
         # A server closes a connection that idles for 5 s: one that is about to be closed must not get a request.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=2.0)
         timeouts = httpx.Timeout(timeout, connect=CONNECT_SECONDS, pool=None)
-        self.client = httpx.AsyncClient(
-            limits=limits,
-            timeout=timeouts,
-            trust_env=False,
-            follow_redirects=False,
-            headers={"Accept-Encoding": "identity"},
-        )
+        self.client = httpx.AsyncClient(limits=limits, timeout=timeouts, trust_env=False, follow_redirects=False)
 
     @property
     def all(self) -> list[Server]:

@@ -7,6 +7,7 @@ A producer that dies, or that cannot be reached, costs what it would have sent.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -58,17 +59,21 @@ class Fetch(msgspec.Struct):
 class Peer:
     """A producer, and what is on its way from it."""
 
-    def __init__(self, context: zmq.Context, address: str, secret: NodeSecret | None) -> None:
-        self.address, self.fetches = address, dict[int, Fetch]()
+    def __init__(self, context: zmq.Context, address: str, secret: NodeSecret | None, until: float) -> None:
+        self.address, self.fetches, self.until = address, dict[int, Fetch](), until
         self.connection = Connection(context, zmq.DEALER, f"tcp://{address}", secret)
         self.is_foreign = False
 
 
 class BlockFetcher:
-    """A Reader (kv_transfer/reader.py) of other engines' blocks. Raises ConfigError without a secret."""
+    """A Reader (kv_transfer/reader.py) of other engines' blocks. Raises ConfigError without a secret.
+
+    A producer that has not answered for `max_read_seconds`, and from which nobody waits for blocks, is given up with all that it was to hear: it may be dead.
+    So there are no more connections than producers that are there, and some that were asked just now."""
 
     def __init__(self, config: VllmConfig) -> None:
         self._identity, self._secret = compatibility_hash(config), read_secret(config.node_config)
+        self._most_seconds: float = config.kv_transfer_config.max_read_seconds
         self._mail: Mailbox[Callable[[], object]] = Mailbox()
         self._lock, self._is_ending = Lock(), False
         self._context, self._poller = zmq.Context(), zmq.Poller()
@@ -122,13 +127,20 @@ class BlockFetcher:
             self._context.term()
 
     def _turn(self) -> None:
-        self._poller.poll()
+        now, untils = time.monotonic(), [peer.until for peer in self._idle_unreached()]
+        self._poller.poll(max(0, int(1000 * (min(untils) - now)) + 1) if untils else None)
         for peer in list(self._peers.values()):
             for payload in drain(peer.connection.socket):
                 self._received(peer, payload)
             self._news(peer)
         for letter in self._mail.take():
             letter()
+        for peer in self._idle_unreached():
+            if peer.until <= time.monotonic():
+                self._forget(peer)
+
+    def _idle_unreached(self) -> list[Peer]:
+        return [peer for peer in self._peers.values() if not peer.fetches and not peer.connection.is_there]
 
     def _news(self, peer: Peer) -> None:
         try:
@@ -160,7 +172,8 @@ class BlockFetcher:
     def _peer(self, address: str) -> Peer:
         """Raises StagesError for what is no address."""
         if (peer := self._peers.get(address)) is None:
-            peer = self._peers[address] = Peer(self._context, address, self._secret)
+            until = time.monotonic() + self._most_seconds
+            peer = self._peers[address] = Peer(self._context, address, self._secret, until)
             for source in (peer.connection.socket, peer.connection.monitor):
                 self._poller.register(source, zmq.POLLIN)
         return peer
@@ -212,7 +225,7 @@ class BlockFetcher:
         """Keep what has come without a gap; ask for more if nothing is missing."""
         if end.problem and not peer.is_foreign:
             peer.is_foreign = True
-            logger.warning("No KV-cache block of the engine at %s is used: %s.", peer.address, end.problem)
+            logger.warning("No KV-cache block of the engine at %s is used: %.200r", peer.address, end.problem)
         whole = [fetch.came[each] for each in fetch.window[: self._without_gap(fetch)]]
         with self._lock:
             goes_on = not fetch.found.is_over
@@ -251,12 +264,10 @@ class BlockFetcher:
             each.done.set_result(None)
 
     def _drop(self, found: Found) -> None:
-        """If it is still on its way, it is not waited for; nor is a producer that nobody could reach."""
+        """If it is still on its way, it is not waited for."""
         for peer in list(self._peers.values()):
             for fetch in [each for each in peer.fetches.values() if each.found is found]:
                 self._finish(peer, fetch, fetch.asked)
-                if not peer.connection.is_there and not peer.fetches:
-                    self._forget(peer)
 
     def _tell_done(self, source: Source, cause: str | None) -> None:
         try:
