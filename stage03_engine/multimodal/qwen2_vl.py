@@ -138,9 +138,9 @@ def _vision(config: Config, text_size: int) -> Qwen2VisionShape:
     if size % (4 * num_heads):
         config.refuse(f"vision_config: embed_dim {size} is not a multiple of 4 times num_heads {num_heads}")
     ratio, rope = vision.values["mlp_ratio"], vision.values.get("rope_parameters") or {}
+    theta: Any = rope.get("rope_theta", 10000.0) if isinstance(rope, dict) else None
     if type(ratio) not in (int, float) or not 1 <= size * ratio < 2**31:
         config.refuse(f"vision_config: mlp_ratio must be a positive number, not {ratio!r}")
-    theta = rope.get("rope_theta", 10000.0) if isinstance(rope, dict) else None
     if type(theta) not in (int, float) or not 0 < theta < 1e12 or rope.get("rope_type", "axial") != "axial":
         config.refuse(f"vision_config: rope_parameters must have the type axial and a positive theta, not {rope!r}")
     sizes = [vision.size(key) for key in ("patch_size", "temporal_patch_size", "spatial_merge_size")]

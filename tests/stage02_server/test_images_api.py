@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import http.server
 import json
 import os
@@ -21,7 +20,8 @@ import httpx
 import pytest
 import torch
 from patience import PATIENCE, wait_until
-from server_under_test import InProcessServer, RecordingEcho, ServerProcess
+from seeing_server import data_url, image_part as image, seeing_servers
+from server_under_test import InProcessServer, ServerProcess
 from small_llava import PLACES, SIDE, encoded, llava_folder, picture
 
 from stage02_server.features.images import fetch as fetch_module, serving as serving_module
@@ -41,34 +41,12 @@ CHAT = "/v1/chat/completions"
 LIMITS = (1 << 20, 1 << 20, 1 << 20)  # bytes, pixels, tokens
 
 
-def data_url(data: bytes, kind: str = "png") -> str:
-    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
-
-
-def image(data: bytes | int, **fields: Any) -> dict[str, Any]:
-    """A part of a message: a file, or the picture with this number."""
-    url = data_url(encoded(picture(data)) if isinstance(data, int) else data)
-    return {"type": "image_url", "image_url": {"url": url, **fields}}
-
-
 def at(url: str) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
 def chat(*parts: Any, **fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": list(parts)}], "max_tokens": 4, "temperature": 0} | fields
-
-
-class Seen(RecordingEcho):
-    """Remembers the requests of the engine."""
-
-    def __init__(self, config: VllmConfig) -> None:
-        super().__init__(config=config)
-        self.requests: list[Any] = []
-
-    async def add_request_async(self, request: Any) -> None:
-        self.requests.append(request)
-        await super().add_request_async(request)
 
 
 @pytest.fixture(scope="module")
@@ -83,15 +61,7 @@ def config(folder: Path) -> VllmConfig:
 
 @pytest.fixture
 def serve(config: VllmConfig) -> Iterator[Callable[..., InProcessServer]]:
-    servers: list[InProcessServer] = []
-
-    def make(**args: Any) -> InProcessServer:
-        servers.append(InProcessServer(Seen(config), config, **args))
-        return servers[-1]
-
-    yield make
-    for server in servers:
-        server.close()
+    yield from seeing_servers(config)
 
 
 def refusal(server: InProcessServer, body: dict[str, Any], status: int = 400) -> str:

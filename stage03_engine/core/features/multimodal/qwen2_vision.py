@@ -51,9 +51,10 @@ class VisionAttention(nn.Module):
         self.proj = nn.Linear(vision.hidden_size, vision.hidden_size)
 
     def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
-        query, key, value = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).unbind(1)
-        turned = (rotation.apply(query), rotation.apply(key), value)  # each [num_squares, num_heads, head_dim]
-        out = F.scaled_dot_product_attention(*(each.transpose(0, 1)[None] for each in turned))
+        qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))  # [num_squares, 3, num_heads, head_dim]
+        query, key = rotation.apply(qkv[:, 0]), rotation.apply(qkv[:, 1])
+        query, key, value = (each.transpose(0, 1)[None] for each in (query, key, qkv[:, 2]))
+        out = F.scaled_dot_product_attention(query, key, value)
         return self.proj(out[0].transpose(0, 1).flatten(1))
 
 
