@@ -156,5 +156,12 @@ FEATURE = Feature(
         Part("replay", _CORE + "recorded:RecordedEncoderHook", key="images"),
     ),
     needs=("model_formats", "embedding_rows"),
-    events=("encoder.scheduled", "encoder.cache_hit", "encoder.no_room", "encoder.encoded", "encoder.evicted"),
+    events=(
+        "encoder.scheduled",
+        "encoder.cache_hit",
+        "encoder.no_room",
+        "encoder.encoded",
+        "encoder.evicted",
+        "mrope.positions",
+    ),
 )

@@ -29,6 +29,7 @@ from stage03_engine.multimodal.qwen2_vl import MOST_LONGER
 from stage03_engine.multimodal.registry import MULTIMODAL_REGISTRY, ProcessingInfo
 from stage03_engine.params.multimodal import MultiModalFeature
 from stage03_engine.replay.replay import replay
+from stagetrace import read_run
 
 SIZES = {
     "as it is": (40, 32), "smaller than a square": (3, 5), "one pixel": (1, 1), "too many pixels": (300, 211), "wide": (320, 9),
@@ -362,6 +363,24 @@ def test_a_replay_decides_the_same(folder: Path, tmp_path: Path) -> None:
 
     record(run, asked)
     assert [(result.difference, result.requests) for result in replay(run)] == [(None, len(SEVERAL))]
+
+
+def test_the_trace_says_how_far_pictures_shift_what_follows(folder: Path, tmp_path: Path) -> None:
+    asked = list[EngineCoreRequest]()
+
+    def run() -> None:
+        engine = SeeingEngine(folder)
+        asked.extend(engine.request(*PROMPTS[name]) for name in ("none", "two sizes"))
+        engine.answer(*asked)
+        engine.core.shutdown()
+
+    record(tmp_path, run)
+    [event] = [event for event in read_run(tmp_path).events if event.name == "mrope.positions"]
+    first, second = asked[1].task.features
+    longest = [max(each.width, each.height) // UNIT for each in (first, second)]
+    saved = sum(longest) - first.length - second.length
+    assert event.req == asked[1].request_id
+    assert event.args == {"places": second.offset + second.length, "delta": saved}
 
 
 # Positions

@@ -27,6 +27,7 @@ from stage03_engine.model_shape import ModelShape
 from stage03_engine.params.multimodal import MultiModalFeature, MultiModalInputs
 from stage04_kernels.features.rope import Rotation, rope_cos_sin
 from stage04_kernels.sampler import to_device
+from stagetrace import trace
 
 COMPONENTS = 3  # time, row, column
 
@@ -99,8 +100,12 @@ class MRopeHook(RunnerHook):
 
     def request_added(self, new: NewRequestData) -> None:
         """Where its pictures are decides about all its positions."""
-        if new.task is not None:
-            self._positions[new.request_id] = self._positions_of(payload(new.task, MultiModalInputs).features)
+        if new.task is None:
+            return
+        found = self._positions_of(payload(new.task, MultiModalInputs).features)
+        self._positions[new.request_id] = found
+        if trace.on:
+            trace.emit("mrope.positions", req=new.request_id, places=len(found.first), delta=found.delta)
 
     def prepared(self, inputs: StepInputs, scheduler_output: SchedulerOutput) -> None:
         """Positions that are not the numbers of places. Those stay what blocks and masks go by."""
