@@ -122,7 +122,7 @@ class StepInputs:
     how many tokens beyond the next one it predicts (0, except for drafts)."""
 
     input_ids: Tensor  # [num_tokens] int64
-    positions: Tensor  # [num_tokens] int64
+    positions: Tensor  # [num_tokens] int64; a hook may give them components, [num_tokens, 3]
     metadata: AttentionMetadata
     logits_indices: (
         Tensor  # [num_logits] int64: whose hidden states become logits; the last token of each sampled request

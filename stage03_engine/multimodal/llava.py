@@ -3,14 +3,17 @@ vllm/model_executor/models/llava.py, LlavaProcessingInfo). Imports no torch."""
 
 from __future__ import annotations
 
-from copy import copy
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
-from stage03_engine.hf_config import Config, read_json
+from stage03_engine.hf_config import Config
 from stage03_engine.model_formats.llama import read_llama
 from stage03_engine.model_shape import ModelShape
+from stage03_engine.multimodal.processor_files import pixel_values, processor_file, section
 from stage03_engine.multimodal.shape_fields import ImageProcessorConfig, VisionShape
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 ACTIVATIONS = ("quick_gelu", "gelu")
 _LLAMA = {
@@ -22,27 +25,48 @@ _CLIP = {
     "num_attention_heads": 12, "image_size": 224, "patch_size": 32, "num_channels": 3, "hidden_act": "quick_gelu",
 }  # fmt: skip
 """transformers leaves out what has its own default."""
-_FILES = ("preprocessor_config.json", "processor_config.json")
-_CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 
 class LlavaInfo:
-    """What the front end knows of LLaVA."""
+    """What is known of LLaVA: all pictures are brought to one size, and so take equally many places."""
 
-    placeholder, modalities = "<image>", ("image",)
+    placeholder, modalities, runner_hooks = "<image>", ("image",), ()
 
-    def num_tokens(self, shape: ModelShape) -> int:
-        """The same for each picture: all are brought to one size."""
+    def __init__(self, shape: ModelShape) -> None:
         assert shape.vision is not None
-        return shape.vision.num_image_tokens
+        self._side, self._processor = shape.vision.image_size, shape.vision.processor
+        self.most_tokens, self.least_bytes = shape.vision.num_image_tokens, self._side**2 * 3
 
+    def resized_size(self, width: int, height: int) -> tuple[int, int]:
+        """(width, height), before it is cropped. One number is the length of the shorter side; the other one keeps the proportions."""
+        short = self._processor.resize
+        if short is None:
+            return width, height
+        if isinstance(short, tuple):
+            return short[1], short[0]
+        if width <= height:
+            return short, int(short * height / width)
+        return int(short * width / height), short
 
-LLAVA = LlavaInfo()
+    def fitted(self, image: Image) -> Image:
+        """Resized, and the middle of it."""
+        settings = self._processor
+        if settings.resize is not None:
+            image = image.resize(self.resized_size(*image.size), settings.resample)
+        if settings.crop is None:
+            return image
+        high, wide = settings.crop
+        left, top = (image.width - wide) // 2, (image.height - high) // 2
+        return image.crop((left, top, left + wide, top + high))  # black where the picture is smaller
+
+    def num_tokens(self, width: int, height: int) -> int:
+        """The same for each."""
+        return self.most_tokens if width == height == self._side else 0
 
 
 def read_llava(config: Config, architecture: str) -> ModelShape:
     """A Llama, and what it sees with. Raises ConfigError."""
-    text, vision = _inner(config, "text_config", _LLAMA), _inner(config, "vision_config", _CLIP)
+    text, vision = section(config, "text_config", _LLAMA), section(config, "vision_config", _CLIP)
     text.only({"model_type": ("llama",)})
     vision.only({"model_type": ("clip_vision_model",), "num_channels": (3,), "hidden_act": ACTIVATIONS})
     config.only(
@@ -54,17 +78,8 @@ def read_llava(config: Config, architecture: str) -> ModelShape:
     if "tie_word_embeddings" in config.values:
         text.values["tie_word_embeddings"] = config.values["tie_word_embeddings"]
     shape = replace(read_llama(text, "LlamaForCausalLM"), architecture=architecture)
-    return replace(shape, vision=_vision(config, vision))  # type: ignore[call-arg]
-
-
-def _inner(config: Config, key: str, defaults: dict[str, Any]) -> Config:
-    """An object inside config.json, with the defaults of its class."""
-    values = config.values.get(key) or {}
-    if not isinstance(values, dict):
-        config.refuse(f"{key} must be an object")
-    inner = copy(config)
-    inner.values = defaults | values
-    return inner
+    token_key = "image_token_id" if "image_token_id" in config.values else "image_token_index"
+    return replace(shape, image_token=config.size(token_key, 32000), vision=_vision(config, vision))  # type: ignore[call-arg]
 
 
 def _vision(config: Config, vision: Config) -> VisionShape:
@@ -77,7 +92,6 @@ def _vision(config: Config, vision: Config) -> VisionShape:
     layer = config.values.get("vision_feature_layer", -2)
     if type(layer) is not int or not -num_layers - 1 <= layer <= num_layers:
         config.refuse(f"vision_feature_layer must be one of the {num_layers} layers, not {layer!r}")
-    token_key = "image_token_id" if "image_token_id" in config.values else "image_token_index"
     return VisionShape(
         hidden_size=hidden_size,
         intermediate_size=vision.size("intermediate_size"),
@@ -91,24 +105,16 @@ def _vision(config: Config, vision: Config) -> VisionShape:
         keeps_class_token=config.values.get("vision_feature_select_strategy", "default") == "full",
         projector_act=config.values.get("projector_hidden_act", "gelu"),
         projector_bias=config.flag("multimodal_projector_bias", True),
-        image_token=config.size(token_key, 32000),
         processor=read_processor(config, image_size),
     )
 
 
 def read_processor(config: Config, image_size: int) -> ImageProcessorConfig:
-    """From the file beside config.json; newer versions of transformers put it inside another. Raises ConfigError for settings that do not
-    end in squares of `image_size`."""
-    path = next((found for name in _FILES if (found := config.path.with_name(name)).is_file()), None)
-    if path is None:
-        config.refuse(f"there is no {_FILES[0]} beside it, which says how pictures are prepared")
-    file, values = copy(config), read_json(path)
-    file.path, file.values = path, values.get("image_processor", values)
-    on = {name: file.flag(f"do_{name}", True) for name in ("resize", "center_crop", "rescale", "normalize")}
-    file.only({"do_pad": (False, None), "do_convert_rgb": (True, None), "resample": (0, 1, 2, 3, 4, 5)})
-    mean, std = (_three(file, *each) for each in (("image_mean", _CLIP_MEAN), ("image_std", _CLIP_STD)))
-    resize = _size(file, "size", {"shortest_edge": 224}) if on["resize"] else None
-    crop = _size(file, "crop_size", {"height": 224, "width": 224}) if on["center_crop"] else None
+    """Raises ConfigError for settings that do not end in squares of `image_size`."""
+    file = processor_file(config)
+    file.only({"do_pad": (False, None)})
+    resize = _size(file, "size", {"shortest_edge": 224}) if file.flag("do_resize", True) else None
+    crop = _size(file, "crop_size", {"height": 224, "width": 224}) if file.flag("do_center_crop", True) else None
     end = crop if crop is not None else resize
     if end != (image_size, image_size):
         file.refuse(f"pictures must end as squares of {image_size} pixels, which is what vision_config says, not {end}")
@@ -116,9 +122,7 @@ def read_processor(config: Config, image_size: int) -> ImageProcessorConfig:
         resize=resize,
         resample=file.values.get("resample", 3),
         crop=crop if isinstance(crop, tuple) else None,
-        scale=file.epsilon("rescale_factor", 1 / 255) if on["rescale"] else 1.0,
-        mean=mean if on["normalize"] else (0.0, 0.0, 0.0),
-        std=std if on["normalize"] else (1.0, 1.0, 1.0),
+        values=pixel_values(file),
     )
 
 
@@ -134,12 +138,3 @@ def _size(file: Config, key: str, default: dict[str, int]) -> tuple[int, int] | 
     if type(high) is int and type(wide) is int and min(high, wide) > 0:
         return high, wide
     file.refuse(f"{key} must have height and width, or shortest_edge, not {given!r}")
-
-
-def _three(file: Config, key: str, default: tuple[float, ...]) -> tuple[float, ...]:
-    given = file.values.get(key) or default
-    if len(given) != 3 or not all(type(number) in (int, float) for number in given):
-        file.refuse(f"{key} must hold a number for each of the three channels, not {given!r}")
-    if key == "image_std" and not all(given):
-        file.refuse("image_std must not hold 0")
-    return tuple(float(number) for number in given)

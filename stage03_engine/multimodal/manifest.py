@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stage03_engine.args.fields import option
 from stage03_engine.errors import ConfigError
@@ -11,8 +11,9 @@ from stage03_engine.plugins import Feature, Part
 
 if TYPE_CHECKING:
     from stage03_engine.config import VllmConfig
+    from stage03_engine.multimodal.registry import ProcessingInfo
 
-LLAVA = "LlavaForConditionalGeneration"
+LLAVA, QWEN2_VL = "LlavaForConditionalGeneration", "Qwen2VLForConditionalGeneration"
 _CORE = "stage03_engine.core.features.multimodal."
 COUNTS = {
     "mm_cache_queries": "Pictures that requests came to, and so looked up in the encoder's cache.",
@@ -34,6 +35,17 @@ class EncoderFlags:
 
 
 @dataclass(frozen=True)
+class ProcessorFlags:
+    """How large pictures may be."""
+
+    mm_processor_kwargs: dict[str, Any] | None = option(
+        None,
+        "for models whose pictures keep their size: the least and the most pixels of one, in place of what the model's files say, as JSON: "
+        '{"min_pixels": 3136, "max_pixels": 1003520}',
+    )
+
+
+@dataclass(frozen=True)
 class MultiModalFlags:
     """Part of VllmConfig."""
 
@@ -41,21 +53,22 @@ class MultiModalFlags:
     def encoder_budget(self) -> int:
         """Vectors that the encoder's cache holds, and so the most that a step computes."""
         config: VllmConfig = self  # type: ignore[assignment]
-        scheduler, vision = config.scheduler_config, config.shape.vision
+        if (info := _info(config)) is None:
+            return 0
+        scheduler = config.scheduler_config
         given = scheduler.max_num_encoder_input_tokens or scheduler.max_num_batched_tokens
-        return 0 if vision is None else max(given, vision.num_image_tokens)
+        return max(given, min(info.most_tokens, config.max_model_len))  # no prompt holds a larger picture
 
     @staticmethod
     def tasks(config: VllmConfig) -> tuple[str, ...]:
         """They write text, also about pictures."""
-        return ("generate", "image") if config.shape.vision is not None else ()
+        return () if config.shape.image_token is None else ("generate", "image")
 
     @staticmethod
     def check(config: VllmConfig) -> None:
         """Raises ConfigError for settings that would take the rows of pictures apart, or change layers that no test has seen together with
         pictures."""
-        vision = config.shape.vision
-        if vision is None:
+        if (token := config.shape.image_token) is None:
             return
         speculative = getattr(config, "speculative_config", None)
         for asked, name, why in (
@@ -83,15 +96,13 @@ class MultiModalFlags:
         ):
             if asked:
                 raise ConfigError(f"{name} cannot be combined with a model that sees: {why}")
-        if vision.image_token >= config.shape.vocab_size:
-            raise ConfigError(
-                f"the token of pictures, {vision.image_token}, is not in the vocabulary of {config.shape.vocab_size}"
-            )
+        if token >= config.shape.vocab_size:
+            raise ConfigError(f"the token of pictures, {token}, is not in the vocabulary of {config.shape.vocab_size}")
 
     @staticmethod
     def memory_rows(config: VllmConfig) -> list[tuple[str, int, str, bool]]:
         """The encoder's cache."""
-        if config.shape.vision is None:
+        if config.shape.image_token is None:
             return []
         from stage03_engine.core.kv_cache_size import item_bytes
 
@@ -101,18 +112,27 @@ class MultiModalFlags:
     @staticmethod
     def hooks(config: VllmConfig) -> dict[str, list[str]]:
         """None for a model of text alone."""
-        if config.shape.vision is None:
+        if (info := _info(config)) is None:
             return {}
         return {
             "input": ["stage03_engine.frontend.features.image_inputs:ImagePlaces"],
             "scheduler": [_CORE + "scheduler_hook:EncoderSchedulerHook"],
-            "runner": [_CORE + "runner_hook:EncoderRunnerHook"],
+            "runner": [_CORE + "runner_hook:EncoderRunnerHook", *info.runner_hooks],
         }
+
+
+def _info(config: VllmConfig) -> ProcessingInfo | None:
+    """None for a model of text alone, whose start need not import who knows the others."""
+    if config.shape.image_token is None:
+        return None
+    from stage03_engine.multimodal.registry import MULTIMODAL_REGISTRY
+
+    return MULTIMODAL_REGISTRY.info(config.shape)
 
 
 FEATURE = Feature(
     name="multimodal",
-    help="models that see: LLaVA",
+    help="models that see: LLaVA and Qwen2-VL",
     room=__package__,
     also=(
         "stage03_engine.core.features.multimodal",
@@ -120,17 +140,28 @@ FEATURE = Feature(
         "stage03_engine.frontend.features.image_inputs",
         "stage03_engine.frontend.features.image_prompts",
     ),
-    settings={"VllmConfig": MultiModalFlags, "SchedulerConfig": EncoderFlags},
+    settings={"VllmConfig": MultiModalFlags, "SchedulerConfig": EncoderFlags, "ModelConfig": ProcessorFlags},
     parts=(
         Part("shape", ".shape_fields:MultiModalShape"),
-        Part("params", "stage03_engine.params.multimodal:ImageCount"),
+        Part("params", "stage03_engine.params.multimodal:ImagePlaces"),
         Part("architecture", ".llava:read_llava", key=LLAVA, model_type="llava"),
         Part("model", _CORE + "llava:LlavaForConditionalGeneration", key=LLAVA),
-        Part("engine", ".llava:LLAVA", key=f"multimodal:{LLAVA}"),
+        Part("engine", ".llava:LlavaInfo", key=f"multimodal:{LLAVA}"),
+        Part("architecture", ".qwen2_vl:read_qwen2_vl", key=QWEN2_VL, model_type="qwen2_vl"),
+        Part("model", _CORE + "qwen2_vl:Qwen2VLForConditionalGeneration", key=QWEN2_VL),
+        Part("engine", ".qwen2_vl:Qwen2VLInfo", key=f"multimodal:{QWEN2_VL}"),
+        Part("engine", ".qwen2_vl:with_kwargs", key="config_json", flags=("mm_processor_kwargs",)),
         Part("engine", "stage03_engine.frontend.features.image_prompts:image_prompt", key="prompt:multi_modal_data"),
         Part("counts", ".manifest:COUNTS"),
         Part("replay", _CORE + "recorded:RecordedEncoderHook", key="images"),
     ),
     needs=("model_formats", "embedding_rows"),
-    events=("encoder.scheduled", "encoder.cache_hit", "encoder.no_room", "encoder.encoded", "encoder.evicted"),
+    events=(
+        "encoder.scheduled",
+        "encoder.cache_hit",
+        "encoder.no_room",
+        "encoder.encoded",
+        "encoder.evicted",
+        "mrope.positions",
+    ),
 )

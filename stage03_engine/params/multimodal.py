@@ -11,15 +11,19 @@ import msgspec
 class Picture(msgspec.Struct, frozen=True, gc=False):
     """What the vision tower sees of a picture: a byte for each colour of each pixel."""
 
-    identifier: str  # a sha256 of its pixels
-    data: bytes  # [image_size, image_size, 3]
-    width: int  # of the file that it was
+    identifier: str  # a sha256 of its size and pixels
+    data: bytes  # [height, width, 3], resized and cropped
+    width: int
     height: int
+    file_width: int  # of the file that it was
+    file_height: int
 
     @classmethod
-    def of(cls, pixels: bytes, width: int, height: int) -> Picture:
-        """With the name that says what it shows."""
-        return cls(hashlib.sha256(pixels).hexdigest(), pixels, width, height)
+    def of(cls, pixels: bytes, size: tuple[int, int], file_size: tuple[int, int]) -> Picture:
+        """With the name that says what it shows. Sizes are (width, height): without its own, a black picture that lies would be the
+        same as one that stands."""
+        name = hashlib.sha256(f"{size[0]} {size[1]} ".encode() + pixels).hexdigest()
+        return cls(name, pixels, *size, *file_size)
 
 
 class MultiModalFeature(msgspec.Struct, array_like=True, gc=False):
@@ -28,7 +32,9 @@ class MultiModalFeature(msgspec.Struct, array_like=True, gc=False):
     identifier: str  # of its pixels: the same picture has the same keys and values after the same beginning
     offset: int  # its first place in the prompt
     length: int  # its places
-    data: bytes  # [image_size, image_size, 3], resized and cropped, a byte each
+    data: bytes  # [height, width, 3], resized and cropped, a byte each
+    width: int
+    height: int
 
 
 class MultiModalInputs(msgspec.Struct, array_like=True, weakref=True):
@@ -37,8 +43,8 @@ class MultiModalInputs(msgspec.Struct, array_like=True, weakref=True):
     features: list[MultiModalFeature]
 
 
-class ImageCount:
+class ImagePlaces:
     """Part of SamplingParams; set by the front end, not by callers."""
 
     __slots__ = ()
-    num_images: int = 0
+    image_places: tuple[int, ...] = ()  # how many each picture takes in the prompt

@@ -46,10 +46,10 @@ def scale_llama3(frequencies: Tensor, factor: float, low: float, high: float, or
 def rope_cos_sin(positions: Tensor, frequencies: Tensor) -> Rotation:
     """cos and sin of every angle. All layers of a step share them.
 
-    positions   [num_tokens] int64
+    positions   [num_tokens] int64, or [num_tokens, head_dim / 2] if each pair of a token has its own
     frequencies [head_dim / 2] float32
     """
-    angles = positions[:, None, None].float() * frequencies
+    angles = positions.float().view(len(positions), 1, -1) * frequencies
     return Rotation(angles.cos(), angles.sin())
 
 

@@ -17,21 +17,25 @@ import psutil
 import pytest
 from hypothesis import given, settings, strategies as st
 from patience import PATIENCE
-from small_llava import SIDE, encoded, picture
+from small_llava import PATCH, SIDE, encoded, picture
 
 from stage02_server.features.images.decode import FORMATS, prepared
 from stage02_server.features.images.decoder import ImageDecoder
 from stage02_server.features.images.process import NICENESS, Settings
 from stage03_engine.errors import InvalidRequestError
-from stage03_engine.multimodal.shape_fields import ImageProcessorConfig
+from stage03_engine.model_shape import ModelShape
+from stage03_engine.multimodal.llava import LlavaInfo
+from stage03_engine.multimodal.shape_fields import ImageProcessorConfig, PixelValues, VisionShape
 from stage03_engine.params.multimodal import Picture
 
-SQUARE = ImageProcessorConfig(SIDE, 3, (SIDE, SIDE), 1 / 255, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
-MAX_BYTES, MAX_PIXELS = 8 << 20, 4 << 20
+SQUARE = ImageProcessorConfig(SIDE, 3, (SIDE, SIDE), PixelValues(1 / 255, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)))
+TOWER = VisionShape(24, 40, 3, 2, SIDE, PATCH, 1e-5, "gelu", 2, False, "gelu", True, SQUARE)
+SHAPE = ModelShape("LlavaForConditionalGeneration", 300, 2, 4, 2, 8, 32, 48, 512, vision=TOWER, image_token=5)  # type: ignore[call-arg]
+MAX_BYTES, MAX_PIXELS, MAX_TOKENS = 8 << 20, 4 << 20, 1 << 20
 
 
 def settings_of(cpu_seconds: float = 5.0, max_pixels: int = MAX_PIXELS) -> Settings:
-    return Settings(MAX_BYTES, max_pixels, cpu_seconds, SQUARE)
+    return Settings(MAX_BYTES, max_pixels, MAX_TOKENS, cpu_seconds, SHAPE)
 
 
 def decoded(decoder: ImageDecoder, data: bytes | str) -> Picture:
@@ -136,7 +140,7 @@ def test_a_process_that_was_killed_is_replaced(decoder: ImageDecoder) -> None:
 
 
 def test_a_process_that_stands_still_is_replaced() -> None:
-    decoder = ImageDecoder(settings_of(), silent_seconds=0.5)
+    decoder = ImageDecoder(settings_of(), silent_seconds=3)
     try:
         decoded(decoder, encoded(picture(1)))
         assert decoder._process is not None
@@ -202,6 +206,6 @@ def test_any_damage_is_a_picture_or_one_line(file: bytes, data: st.DataObject) -
         damaged[data.draw(st.integers(0, len(file) - 1))] = data.draw(st.integers(0, 255))
     del damaged[data.draw(st.integers(1, len(file))) :]
     try:
-        assert len(prepared(bytes(damaged), MAX_BYTES, 1 << 20, SQUARE)[2]) == SIDE * SIDE * 3
+        assert len(prepared(bytes(damaged), MAX_BYTES, 1 << 20, MAX_TOKENS, LlavaInfo(SHAPE)).data) == SIDE * SIDE * 3
     except InvalidRequestError as error:
         assert "\n" not in str(error)

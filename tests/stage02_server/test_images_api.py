@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import http.server
 import json
 import os
@@ -21,7 +20,8 @@ import httpx
 import pytest
 import torch
 from patience import PATIENCE, wait_until
-from server_under_test import InProcessServer, RecordingEcho, ServerProcess
+from seeing_server import data_url, image_part as image, seeing_servers
+from server_under_test import InProcessServer, ServerProcess
 from small_llava import PLACES, SIDE, encoded, llava_folder, picture
 
 from stage02_server.features.images import fetch as fetch_module, serving as serving_module
@@ -33,20 +33,12 @@ from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.multimodal.llava import read_processor
+from stage03_engine.multimodal.registry import MULTIMODAL_REGISTRY
 from stage03_engine.params.multimodal import MultiModalInputs
 
 ROOT = Path(__file__).parents[2]
 CHAT = "/v1/chat/completions"
-
-
-def data_url(data: bytes, kind: str = "png") -> str:
-    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
-
-
-def image(data: bytes | int, **fields: Any) -> dict[str, Any]:
-    """A part of a message: a file, or the picture with this number."""
-    url = data_url(encoded(picture(data)) if isinstance(data, int) else data)
-    return {"type": "image_url", "image_url": {"url": url, **fields}}
+LIMITS = (1 << 20, 1 << 20, 1 << 20)  # bytes, pixels, tokens
 
 
 def at(url: str) -> dict[str, Any]:
@@ -55,18 +47,6 @@ def at(url: str) -> dict[str, Any]:
 
 def chat(*parts: Any, **fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": list(parts)}], "max_tokens": 4, "temperature": 0} | fields
-
-
-class Seen(RecordingEcho):
-    """Remembers the requests of the engine."""
-
-    def __init__(self, config: VllmConfig) -> None:
-        super().__init__(config=config)
-        self.requests: list[Any] = []
-
-    async def add_request_async(self, request: Any) -> None:
-        self.requests.append(request)
-        await super().add_request_async(request)
 
 
 @pytest.fixture(scope="module")
@@ -81,15 +61,7 @@ def config(folder: Path) -> VllmConfig:
 
 @pytest.fixture
 def serve(config: VllmConfig) -> Iterator[Callable[..., InProcessServer]]:
-    servers: list[InProcessServer] = []
-
-    def make(**args: Any) -> InProcessServer:
-        servers.append(InProcessServer(Seen(config), config, **args))
-        return servers[-1]
-
-    yield make
-    for server in servers:
-        server.close()
+    yield from seeing_servers(config)
 
 
 def refusal(server: InProcessServer, body: dict[str, Any], status: int = 400) -> str:
@@ -113,12 +85,12 @@ def test_a_file_is_prepared_as_transformers_does(
     from PIL import Image
     from transformers import AutoImageProcessor
 
-    assert config.shape.vision is not None
-    file, settings = encoded(picture(3, size), form), config.shape.vision.processor
-    width, height, data = prepared(file, 1 << 20, 1 << 20, settings)
-    assert (width, height) == size
-    ours = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(SIDE, SIDE, 3).float()
-    ours = (ours * settings.scale - torch.tensor(settings.mean)) / torch.tensor(settings.std)
+    file, vision = encoded(picture(3, size), form), config.shape.vision
+    assert vision is not None
+    seen, values = prepared(file, *LIMITS, MULTIMODAL_REGISTRY.info(config.shape)), vision.processor.values
+    assert (seen.file_width, seen.file_height) == size
+    ours = torch.frombuffer(bytearray(seen.data), dtype=torch.uint8).view(SIDE, SIDE, 3).float()
+    ours = (ours * values.scale - torch.tensor(values.mean)) / torch.tensor(values.std)
     processor = AutoImageProcessor.from_pretrained(folder, use_fast=False)
     theirs = processor(Image.open(BytesIO(file)).convert("RGB"), return_tensors="pt").pixel_values[0]
     assert torch.allclose(ours.permute(2, 0, 1), theirs, atol=1e-5)
@@ -127,7 +99,6 @@ def test_a_file_is_prepared_as_transformers_does(
 @pytest.mark.parametrize("mode", ["RGB", "L", "P", "1", "I;16", "CMYK", "YCbCr", "RGBA", "LA", "PA"])
 def test_every_mode_of_a_picture(mode: str, config: VllmConfig) -> None:
     form = {"CMYK": "JPEG", "YCbCr": "JPEG"}.get(mode, "PNG")
-    assert config.shape.vision is not None
     if mode == "PA":  # PNG keeps a palette with one transparent colour
         from PIL import Image
 
@@ -139,7 +110,7 @@ def test_every_mode_of_a_picture(mode: str, config: VllmConfig) -> None:
         made = picture(3).convert("L").convert("I;16") if mode == "I;16" else picture(3, mode=mode)
     if mode in ("RGBA", "LA"):
         made.putalpha(0)
-    data = prepared(encoded(made, form), 1 << 20, 1 << 20, config.shape.vision.processor)[2]
+    data = prepared(encoded(made, form), *LIMITS, MULTIMODAL_REGISTRY.info(config.shape)).data
     assert len(data) == SIDE * SIDE * 3
     if mode in ("RGBA", "LA", "PA"):  # what is transparent is white
         assert set(data) == {255}
@@ -149,7 +120,6 @@ def test_a_photograph_stands_upright(config: VllmConfig) -> None:
     """Cameras write it as the sensor lay, and say how to turn it."""
     from PIL import Image
 
-    assert config.shape.vision is not None
     turned = picture(3, (40, 30)).transpose(Image.Transpose.ROTATE_90)
     exif = Image.Exif()
     exif[0x0112] = 6  # to be turned by 270 degrees
@@ -158,22 +128,21 @@ def test_a_photograph_stands_upright(config: VllmConfig) -> None:
     file = io.BytesIO()
     turned.save(file, "PNG", exif=exif)
     plain = encoded(picture(3, (40, 30)), "PNG")
-    both = [prepared(each, 1 << 20, 1 << 20, config.shape.vision.processor)[2] for each in (file.getvalue(), plain)]
+    both = [prepared(each, *LIMITS, MULTIMODAL_REGISTRY.info(config.shape)).data for each in (file.getvalue(), plain)]
     assert both[0] == both[1]
 
 
 def test_of_an_animation_the_first_picture(config: VllmConfig) -> None:
     import io
 
-    assert config.shape.vision is not None
     for form in ("GIF", "WEBP", "PNG"):
         file = io.BytesIO()
         more = {"lossless": True} if form == "WEBP" else {}
         picture(1).save(file, form, save_all=True, append_images=[picture(2)], **more)
-        first = prepared(file.getvalue(), 1 << 20, 1 << 20, config.shape.vision.processor)[2]
+        first = prepared(file.getvalue(), *LIMITS, MULTIMODAL_REGISTRY.info(config.shape)).data
         alone = io.BytesIO()
         picture(1).save(alone, form, **more)
-        assert first == prepared(alone.getvalue(), 1 << 20, 1 << 20, config.shape.vision.processor)[2]
+        assert first == prepared(alone.getvalue(), *LIMITS, MULTIMODAL_REGISTRY.info(config.shape)).data
 
 
 # From the body to the engine
@@ -186,12 +155,12 @@ def test_the_engine_gets_the_pictures_and_a_prompt_with_places(
     body = chat({"type": "text", "text": "Is "}, image(1), {"type": "text", "text": " like "}, image(2, detail="low"))
     answer = server.post(CHAT, body).json()
     (request,) = server.client.requests  # type: ignore[attr-defined]
-    assert isinstance(request.task, MultiModalInputs) and config.shape.vision is not None
-    token = config.shape.vision.image_token
+    assert isinstance(request.task, MultiModalInputs)
+    token = config.shape.image_token
     assert request.prompt_token_ids.count(token) == 2 * PLACES == sum(each.length for each in request.task.features)
     for number, feature in enumerate(request.task.features, start=1):
         assert set(request.prompt_token_ids[feature.offset : feature.offset + PLACES]) == {token}
-        assert feature.data == prepared(encoded(picture(number)), 1 << 20, 1 << 20, config.shape.vision.processor)[2]
+        assert feature.data == prepared(encoded(picture(number)), *LIMITS, MULTIMODAL_REGISTRY.info(config.shape)).data
     assert answer["usage"]["prompt_tokens"] == len(request.prompt_token_ids)
     text = f"user: Is {'<image>' * PLACES} like {'<image>' * PLACES} assistant:"
     assert request.prompt_token_ids == server.engine.tokenizer.encode(text, False)
@@ -629,7 +598,7 @@ def test_settings_of_pictures_that_are_known(folder: Path, tmp_path: Path) -> No
     assert (square.resize, square.crop) == ((SIDE, SIDE), None)
     assert processor_of(folder, tmp_path, size=SIDE, crop_size=SIDE) == processor_of(folder, tmp_path)
     plain = processor_of(folder, tmp_path, do_normalize=False, do_rescale=False)
-    assert (plain.scale, plain.mean, plain.std) == (1.0, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+    assert (plain.values.scale, plain.values.mean, plain.values.std) == (1.0, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
     assert processor_of(folder, tmp_path, do_resize=False).resize is None
 
 

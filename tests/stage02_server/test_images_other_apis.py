@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,8 @@ import openai
 import pytest
 from anthropic import Anthropic
 from patience import PATIENCE
-from server_under_test import InProcessServer, RecordingEcho, ServerProcess
+from seeing_server import data_url, image_part, seeing_servers
+from server_under_test import InProcessServer, ServerProcess
 from small_llava import PLACES, SIDE, encoded, llava_folder, picture, reference_tokens
 from tokenizers import Tokenizer
 
@@ -21,18 +21,6 @@ from stage03_engine.config import VllmConfig
 
 RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
 TEXT = "user: Is <image> like <image>? assistant:"  # what small_llava's template makes of the parts below
-
-
-class Seen(RecordingEcho):
-    """Remembers the requests of the engine."""
-
-    def __init__(self, config: VllmConfig) -> None:
-        super().__init__(config=config)
-        self.requests: list[Any] = []
-
-    async def add_request_async(self, request: Any) -> None:
-        self.requests.append(request)
-        await super().add_request_async(request)
 
 
 @pytest.fixture(scope="module")
@@ -47,30 +35,19 @@ def config(folder: Path) -> VllmConfig:
 
 @pytest.fixture
 def serve(config: VllmConfig) -> Iterator[Callable[..., InProcessServer]]:
-    servers: list[InProcessServer] = []
-
-    def make(**args: Any) -> InProcessServer:
-        servers.append(InProcessServer(Seen(config), config, served_model_name=("m",), **args))
-        return servers[-1]
-
-    yield make
-    for server in servers:
-        server.close()
-
-
-def base64_of(data: bytes | int) -> str:
-    return base64.b64encode(encoded(picture(data)) if isinstance(data, int) else data).decode()
+    yield from seeing_servers(config, served_model_name=("m",))
 
 
 def input_image(data: bytes | int | str) -> dict[str, Any]:
-    url = data if isinstance(data, str) else f"data:image/png;base64,{base64_of(data)}"
+    url = data if isinstance(data, str) else data_url(data)
     return {"type": "input_image", "image_url": url, "detail": "auto"}
 
 
 def block(data: bytes | int | str) -> dict[str, Any]:
     if isinstance(data, str):
         return {"type": "image", "source": {"type": "url", "url": data}}
-    return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": base64_of(data)}}
+    text = data_url(data).partition(",")[2]
+    return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": text}}
 
 
 def responses(*parts: Any, **fields: Any) -> dict[str, Any]:
@@ -108,10 +85,7 @@ def test_the_answers_of_real_clients_are_those_of_a_chat(
     tokens = reference_tokens(folder, TEXT, [picture(1), picture(2)], 12)
     expected = tokenizer.decode(tokens).rstrip("\ufffd")
     parts = [{"type": "text", "text": "Is "}, 1, {"type": "text", "text": " like "}, 2, {"type": "text", "text": "?"}]
-    images = [
-        {"type": "image_url", "image_url": {"url": input_image(part)["image_url"]}} if isinstance(part, int) else part
-        for part in parts
-    ]
+    images = [image_part(part) if isinstance(part, int) else part for part in parts]
     with (
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=PATIENCE) as client,
         Anthropic(base_url=url, api_key="none", timeout=PATIENCE) as claude,
@@ -154,8 +128,8 @@ def test_the_engine_gets_what_a_chat_gives_it(path: str, serve: Callable[..., In
     for each, way in (({"/v1/chat/completions": 0}, "chat"), ({path: 0}, "other")):
         (to,) = each
         parts = ["Is ", image(1), " like ", image(2)] if way == "other" else [
-            {"type": "text", "text": "Is "}, {"type": "image_url", "image_url": {"url": input_image(1)["image_url"]}},
-            {"type": "text", "text": " like "}, {"type": "image_url", "image_url": {"url": input_image(2)["image_url"]}},
+            {"type": "text", "text": "Is "}, image_part(1),
+            {"type": "text", "text": " like "}, image_part(2),
         ]  # fmt: skip
         sent = body(*parts) if way == "other" else {"messages": [{"role": "user", "content": parts}], "max_tokens": 4}
         assert server.post(to, sent).status_code == 200
@@ -268,7 +242,7 @@ def test_a_prompt_loses_no_part_of_an_image(serve: Callable[..., InProcessServer
     long = responses(input_image(1), "x" * 900, truncation="auto")
     assert refusal(server, RESPONSES, long).startswith("truncation: the prompt would lose an image")
     assert server.post(RESPONSES, responses("x" * 900, input_image(1), truncation="auto")).status_code == 200
-    image = {"type": "image_url", "image_url": {"url": input_image(1)["image_url"]}}
+    image = image_part(1)
     chat = {"messages": [{"role": "user", "content": ["See", image, "this"]}], "max_tokens": 4}
     for keep in (4, len("this assistant:") + PLACES - 1):
         assert "would lose an image" in refusal(server, "/v1/chat/completions", chat | {"truncate_prompt_tokens": keep})

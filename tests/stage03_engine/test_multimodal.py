@@ -2,42 +2,32 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_llava import PLACES, encoded, llava_folder, picture
+from seeing_engine import SeeingEngine as Engine
+from small_llava import PLACES, llava_folder, picture
 from toy_engine import record
 
-from stage02_server.features.images.decode import prepared
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.config import VllmConfig
-from stage03_engine.core.engine_core import EngineCore
 from stage03_engine.core.features.multimodal.messages import WORK
-from stage03_engine.core.features.multimodal.scheduler_hook import EncoderSchedulerHook
 from stage03_engine.core.hooks import SchedulerHook
 from stage03_engine.core.request import Request
-from stage03_engine.core.sched_output import SchedulerOutput
 from stage03_engine.errors import ConfigError, InvalidRequestError
-from stage03_engine.frontend.features.image_inputs import attach
-from stage03_engine.frontend.input_processor import InputProcessor
-from stage03_engine.frontend.tokenizer import init_tokenizer_from_configs
 from stage03_engine.messages import EngineCoreRequest
 from stage03_engine.multimodal.manifest import FEATURE
-from stage03_engine.params.multimodal import Picture
 from stage03_engine.replay.replay import replay
-from stage03_engine.sampling_params import SamplingParams
 from stagetrace import Event, read_run
 from stagetrace.check.reasons import explain
 
-LIMITS = (1 << 20, 1 << 20)
 PROMPTS = {
     "one, first": ("<image>What is this?", (1,)),
     "one, in between": ("Look at <image>, and say what it is", (1,)),
@@ -59,61 +49,6 @@ def reference(folder: Path) -> Any:
     from transformers import LlavaForConditionalGeneration
 
     return LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
-
-
-class Engine:
-    """An engine in this process, asked with texts and pictures. `outputs` are the scheduler's decisions."""
-
-    def __init__(self, folder: Path, **settings: Any) -> None:
-        self.config = EngineArgs.from_kwargs(
-            model=str(folder), **{"num_gpu_blocks_override": 200, "check_invariants": True} | settings
-        )
-        self.core = EngineCore(self.config)
-        tokenizer = init_tokenizer_from_configs(self.config)
-        self.processor = InputProcessor(self.config, tokenizer)
-        self.decisions: list[SchedulerOutput] = []
-        schedule = self.core.scheduler.schedule
-
-        def noted() -> SchedulerOutput:
-            self.decisions.append(schedule())
-            return self.decisions[-1]
-
-        self.core.scheduler.schedule = noted  # type: ignore[method-assign]
-        self._ids = map(str, itertools.count())
-
-    @property
-    def hook(self) -> EncoderSchedulerHook:
-        return next(hook for hook in self.core.scheduler.hooks if isinstance(hook, EncoderSchedulerHook))
-
-    def request(self, prompt: str, pictures: Sequence[int], **params: Any) -> EngineCoreRequest:
-        settings = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True} | params
-        made = self.processor.process_inputs(
-            next(self._ids), prompt, SamplingParams(num_images=len(pictures), **settings)
-        )
-        if pictures:
-            attach(made, [self.picture(number) for number in pictures], self.config.shape)
-        return made
-
-    def picture(self, number: int) -> Picture:
-        assert self.config.shape.vision is not None
-        width, height, data = prepared(encoded(picture(number)), *LIMITS, self.config.shape.vision.processor)
-        return Picture(hashlib.sha256(data).hexdigest(), data, width, height)
-
-    def answer(self, *requests: EngineCoreRequest) -> list[list[int]]:
-        """The tokens of each, all asked at once."""
-        tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
-        for request in requests:
-            self.core.add_request(request)
-        while self.core.has_unfinished_requests:
-            for output in self.core.step().outputs:
-                assert output.error is None, output.error
-                tokens[output.request_id] += output.new_token_ids
-        return list(tokens.values())
-
-    def encodes(self) -> int:
-        """How often the encoder ran."""
-        works = [WORK.of(output.extras) for output in self.decisions]
-        return sum(len(work.encode) for work in works if work is not None)
 
 
 @pytest.fixture

@@ -64,7 +64,7 @@ def serve(index: PrefixIndex, made: EngineCoreRequest, answer: tuple[int, ...] =
 
 
 def picture(identifier: str) -> MultiModalInputs:
-    return MultiModalInputs([MultiModalFeature(identifier, SIZE, 2 * SIZE, b"")])
+    return MultiModalInputs([MultiModalFeature(identifier, SIZE, 2 * SIZE, b"", 1, 1)])
 
 
 def asked() -> dict[str, tuple[EngineCoreRequest, list[bytes]]]:
@@ -266,7 +266,7 @@ def test_time_grows_with_the_prompt_and_not_with_its_square(monkeypatch: pytest.
     costs = []
     for length in (2_000, 4_000):
         hashed, index = 0, index_of(50)
-        features = [MultiModalFeature("p", place, 5, b"") for place in range(0, length, 10)]
+        features = [MultiModalFeature("p", place, 5, b"", 1, 1) for place in range(0, length, 10)]
         serve(index, request(list(range(length)), task=MultiModalInputs(features)), tuple(range(length)))
         costs.append(hashed)
     assert costs[1] < 2.1 * costs[0]

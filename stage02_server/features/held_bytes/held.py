@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from stage02_server.errors import RETRY_AFTER_SECONDS, APIError
@@ -21,20 +21,29 @@ class HeldBytes:
         self._of_keys: Counter[int | None] = Counter()
 
     @contextmanager
-    def during(self, size: int) -> Iterator[None]:
-        """They are held while the block runs. Raises APIError 429 if there is no room for so many."""
-        key = TENANT.get()
-        if size > self._room(key):
-            message = (
-                f"Unfinished requests hold {self.number} bytes of {self._what}, and with this one it would be more than "
-                f"{self._most} ({self._flag}), or than half of them for one API key; try again later."
-            )
-            raise APIError(429, "RateLimitError", message, headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
-        self._hold(size, key)
+    def during(self, size: int) -> Iterator[Callable[[int], None]]:
+        """They are held while the block runs, which may say that they have become another number. Both raise APIError 429 if there is no room
+        for so many."""
+        key, held = TENANT.get(), 0
+
+        def become(size: int) -> None:
+            nonlocal held
+            self._hold(-held, key)
+            held = 0
+            if size > self._room(key):
+                message = (
+                    f"Unfinished requests hold {self.number} bytes of {self._what}, and with this one it would be more than "
+                    f"{self._most} ({self._flag}), or than half of them for one API key; try again later."
+                )
+                raise APIError(429, "RateLimitError", message, headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
+            self._hold(size, key)
+            held = size
+
+        become(size)
         try:
-            yield
+            yield become
         finally:
-            self._hold(-size, key)
+            self._hold(-held, key)
 
     def until_gone(self, owner: object, size: int) -> None:
         """They are held until nobody has `owner` any more."""

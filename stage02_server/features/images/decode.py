@@ -13,26 +13,24 @@ import io
 from PIL import Image, UnidentifiedImageError
 
 from stage03_engine.errors import InvalidRequestError
-from stage03_engine.multimodal.picture import BROKEN, pixels_of, resized_size
-from stage03_engine.multimodal.shape_fields import ImageProcessorConfig
+from stage03_engine.multimodal.picture import BROKEN, picture_of
+from stage03_engine.multimodal.registry import ProcessingInfo
+from stage03_engine.params.multimodal import Picture
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 Image.MAX_IMAGE_PIXELS = None  # the limit here is ours
 
 
-def prepared(
-    data: bytes | str, max_bytes: int, max_pixels: int, settings: ImageProcessorConfig
-) -> tuple[int, int, bytes]:
-    """(width, height, what the tower sees: [height, width, 3], a byte each). Text is base64. Raises InvalidRequestError."""
+def prepared(data: bytes | str, max_bytes: int, max_pixels: int, max_tokens: int, info: ProcessingInfo) -> Picture:
+    """What the tower sees. Text is base64. Raises InvalidRequestError."""
     if isinstance(data, str):
         data = _plain(data, max_bytes)
     if len(data) > max_bytes:
         raise refused(f"has {len(data)} bytes; at most {max_bytes} (--max-image-bytes)")
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            width, height = image.size
-            _check_size(width, height, max_pixels, settings)
-            return width, height, pixels_of(image, settings)
+            _check_size(*image.size, max_pixels, max_tokens, info)
+            return picture_of(image, info)
     except InvalidRequestError:  # or it would count as a ValueError
         raise
     except UnidentifiedImageError:
@@ -55,12 +53,19 @@ def _plain(text: str, max_bytes: int) -> bytes:
         raise refused("is not valid base64") from None
 
 
-def _check_size(width: int, height: int, max_pixels: int, settings: ImageProcessorConfig) -> None:
-    """Of the picture, and of what it becomes before it is cropped: a long thin one would grow."""
+def _check_size(width: int, height: int, max_pixels: int, max_tokens: int, info: ProcessingInfo) -> None:
+    """Of the picture, and of what it becomes before it is cropped: a long thin one would grow, and a large one fills the context."""
     if not width or not height:
         raise refused("has no pixels")
     if width * height > max_pixels:
         raise refused(f"has {width} x {height} pixels; at most {max_pixels} (--max-image-pixels)")
-    wide, high = resized_size(width, height, settings)
+    try:
+        wide, high = info.resized_size(width, height)
+    except ValueError as error:
+        raise refused(f"of {width} x {height} pixels {error}") from None
     if wide * high > max_pixels:
         raise refused(f"of {width} x {height} pixels would be resized to {wide} x {high}; at most {max_pixels} pixels")
+    if (tokens := info.num_tokens(wide, high)) > max_tokens:
+        raise refused(
+            f"of {width} x {height} pixels takes {tokens} tokens of the prompt; at most {max_tokens} (--max-model-len)"
+        )

@@ -9,6 +9,8 @@ import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
+
 from stage02_server.features.chat_template.framing import read_message, write_message
 from stage02_server.features.images.process import Settings
 from stage03_engine.args.command import signals_are_ours
@@ -48,7 +50,7 @@ class ImageDecoder:
         try:
             with killed_after(process, self._silent_seconds):
                 write_message(process.stdin, data)
-                problem, width, height, pixels = read_message(process.stdout)
+                problem, picture = read_message(process.stdout)
         except (EOFError, OSError):  # of a pipe whose other end is gone
             self._process = None
             self._finalizer()
@@ -57,7 +59,7 @@ class ImageDecoder:
             raise InvalidRequestError(f"image_url: the image {why}.", "messages") from None
         if problem:
             raise InvalidRequestError(problem, "messages")
-        return Picture.of(pixels, width, height)
+        return msgspec.convert(picture, Picture)
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is not None and self._process.poll() is not None:  # killed since then

@@ -13,7 +13,9 @@ class ImageURL(BaseModel):
     """Where a picture is."""
 
     url: Text = Field(description="A data: URL with base64, or an address at one of --allowed-media-domains.")
-    detail: Text | None = Field(default=None, description="Accepted, and not used: all images are brought to one size.")
+    detail: Text | None = Field(
+        default=None, description="Accepted, and not used: how large an image is to the model, its files say."
+    )
 
 
 class ImagePart(ContentKind):

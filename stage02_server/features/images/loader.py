@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from stage02_server.features.images.decode import refused
 from stage02_server.features.images.decoder import CPU_SECONDS, ImageDecoder
 from stage02_server.features.images.process import Settings
-from stage03_engine.multimodal.shape_fields import ImageProcessorConfig
+from stage03_engine.config import VllmConfig
 from stage03_engine.params.multimodal import Picture
 
 if TYPE_CHECKING:
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 class ImageLoader:
     """What comes with the request is decoded, what it names is fetched first."""
 
-    def __init__(self, args: FrontendArgs, processor: ImageProcessorConfig) -> None:
-        self._args = args
-        settings = Settings(args.max_image_bytes, args.max_image_pixels, CPU_SECONDS, processor)
+    def __init__(self, args: FrontendArgs, config: VllmConfig) -> None:
+        self._args, most = args, config.max_model_len - 1  # a prompt leaves room for an answer
+        settings = Settings(args.max_image_bytes, args.max_image_pixels, most, CPU_SECONDS, config.shape)
         self._decoder = ImageDecoder(settings)
         self._fetcher: MediaFetcher | None = None
 

@@ -11,7 +11,7 @@ from stage02_server.features.images.loader import ImageLoader
 from stage02_server.features.images.parts import images_of
 from stage02_server.protocol import ChatMessageParam, ContentPart
 from stage03_engine.frontend.features.image_prompts import as_picture
-from stage03_engine.multimodal.registry import MULTIMODAL_REGISTRY
+from stage03_engine.multimodal.registry import MULTIMODAL_REGISTRY, ProcessingInfo
 from stage03_engine.params.multimodal import Picture
 
 if TYPE_CHECKING:
@@ -25,9 +25,8 @@ class OfflineImages:
     """Those of chats without a server. A model of text alone has none: its chat refuses them where it makes the prompt."""
 
     def __init__(self, llm: LLM) -> None:
-        self._llm, self._vision = llm, llm.vllm_config.shape.vision
-        info = MULTIMODAL_REGISTRY.info(llm.vllm_config.shape)
-        self._placeholder = "" if info is None else info.placeholder
+        self._llm, shape = llm, llm.vllm_config.shape
+        self._info: ProcessingInfo | None = None if shape.image_token is None else MULTIMODAL_REGISTRY.info(shape)
 
     def with_those_of_pillow(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """The same messages, in which {"type": "image_pil", "image_pil": image} is a part that is loaded. Raises InvalidRequestError."""
@@ -42,21 +41,22 @@ class OfflineImages:
         if not isinstance(part, dict) or part.get("type") != "image_pil":
             return part
         ready = ContentPart.model_validate({"type": "image_url", "image_url": ""})
-        if self._vision is not None:
-            ready.loaded(as_picture(part.get("image_pil"), self._vision, "image_pil"), self._placeholder)
+        if self._info is not None:
+            ready.loaded(as_picture(part.get("image_pil"), self._info, "image_pil"), self._info.placeholder)
         return ready
 
     async def load(self, messages: list[ChatMessageParam]) -> list[Picture]:
         """All images of a chat, in order; those of files by the rules of the server. Raises InvalidRequestError."""
-        parts = images_of(messages) if self._vision is not None else []
+        if self._info is None:
+            return []
+        parts = images_of(messages)
         for part in parts:
             if not part.is_loaded:
                 picture, _ = await self._loader().load(part.url or "", "")
-                part.loaded(picture, self._placeholder)
+                part.loaded(picture, self._info.placeholder)
         return [part.picture for part in parts]
 
     def _loader(self) -> ImageLoader:
-        assert self._vision is not None
         if self._llm not in _loaders:
-            _loaders[self._llm] = ImageLoader(FrontendArgs(), self._vision.processor)
+            _loaders[self._llm] = ImageLoader(FrontendArgs(), self._llm.vllm_config)
         return _loaders[self._llm]

@@ -5,7 +5,7 @@ system ends this process when a picture takes too long, refuses it memory, and l
 (vLLM decodes in the API process.)
 
 Messages both ways: length, msgpack (chat_template/framing.py). First the limits and settings. Then a file for each picture, as bytes or as
-base64, answered by [error or "", width, height, pixels].
+base64, answered by [error or "", the picture].
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from stage02_server.features.chat_template.framing import read_message, write_me
 from stage02_server.features.images.decode import prepared
 from stage03_engine.args.processes import wake_as_orphan
 from stage03_engine.errors import InvalidRequestError
-from stage03_engine.multimodal.shape_fields import ImageProcessorConfig
+from stage03_engine.model_shape import ModelShape
+from stage03_engine.multimodal.registry import MULTIMODAL_REGISTRY, ProcessingInfo
+from stage03_engine.params.multimodal import Picture
 
 NICENESS = 10
 OTHER_BYTES, BYTES_PER_PIXEL = 256 << 20, 24  # beyond what the process has when it starts
@@ -32,8 +34,9 @@ class Settings(msgspec.Struct, array_like=True):
 
     max_bytes: int
     max_pixels: int
+    max_tokens: int  # places in a prompt
     cpu_seconds: float  # for one picture
-    processor: ImageProcessorConfig
+    shape: ModelShape  # of the model that will see them
 
 
 def _limit_process(max_pixels: int) -> None:
@@ -52,15 +55,15 @@ def _limit_seconds(seconds: float) -> None:
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
-def _answer(data: bytes | str, settings: Settings) -> tuple[str, int, int, bytes]:
+def _answer(data: bytes | str, settings: Settings, info: ProcessingInfo) -> tuple[str, Picture | None]:
     try:
-        return "", *prepared(data, settings.max_bytes, settings.max_pixels, settings.processor)
+        return "", prepared(data, settings.max_bytes, settings.max_pixels, settings.max_tokens, info)
     except InvalidRequestError as error:
-        return str(error), 0, 0, b""
+        return str(error), None
     except MemoryError:
-        return "image_url: the image needs too much memory to be decoded.", 0, 0, b""
+        return "image_url: the image needs too much memory to be decoded.", None
     except Exception:  # decoders may do anything
-        return "image_url: the image cannot be decoded.", 0, 0, b""
+        return "image_url: the image cannot be decoded.", None
 
 
 def main() -> int:
@@ -69,11 +72,12 @@ def main() -> int:
     files, answers = sys.stdin.buffer, sys.stdout.buffer
     try:
         settings = msgspec.convert(read_message(files), Settings)
+        info = MULTIMODAL_REGISTRY.info(settings.shape)
         _limit_process(settings.max_pixels)
         while True:
             data = read_message(files)
             _limit_seconds(settings.cpu_seconds)
-            answer = _answer(data, settings)
+            answer = _answer(data, settings, info)
             _limit_seconds(0)
             write_message(answers, answer)
     except EOFError:

@@ -4,7 +4,7 @@ the engine's request after that."""
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from stage02_server.serving_chat import OpenAIServingChat
 from stage02_server.serving_engine import EngineRequests, Prompts, Result
 from stage02_server.streaming import run_until_disconnect
 from stage03_engine.errors import ConfigError, InvalidRequestError
-from stage03_engine.frontend.features.image_inputs import attach
+from stage03_engine.frontend.features.image_inputs import attach, places_of
 from stage03_engine.multimodal.registry import MULTIMODAL_REGISTRY
 from stage03_engine.sampling_params import SamplingParams
 from stagetrace import trace
@@ -65,14 +65,13 @@ class ServingChatWithImages(OpenAIServingChat):
         from stage02_server.features.images.loader import ImageLoader
 
         super().__init__(services)
-        info, shape = MULTIMODAL_REGISTRY.info(services.engine.vllm_config.shape), services.engine.vllm_config.shape
-        assert info is not None and shape.vision is not None
-        self._placeholder, self._shape, self._places = info.placeholder, shape, info.num_tokens(shape)
+        self._shape = services.engine.vllm_config.shape
+        info = MULTIMODAL_REGISTRY.info(self._shape)
+        self._placeholder, self._least_bytes = info.placeholder, info.least_bytes
         self._limit = limit_of(self.args.limit_mm_per_prompt, info.modalities)
         check_domains(self.args.allowed_media_domains or ())
-        self._loader = ImageLoader(self.args, shape.vision.processor)
+        self._loader = ImageLoader(self.args, services.engine.vllm_config)
         self._held = HeldBytes("images", self.args.max_held_image_bytes, "--max-held-image-bytes")
-        self._image_bytes = shape.vision.image_bytes
 
     async def create_chat_completion(self, request: ChatCompletionRequest, raw_request: Request) -> Result:
         """As without pictures. Those are loaded first. Raises InvalidRequestError, and APIError 429 if there is no room for so many."""
@@ -89,15 +88,17 @@ class ServingChatWithImages(OpenAIServingChat):
         address, key = raw_request.client.host if raw_request.client else "", TENANT.get()
         client, ids = address if key is None else f"key {key}", getattr(raw_request.state, "ids", None)
         req = None if ids is None else ids.engine_id(0)  # what only counts tokens has none
-        with self._held.during(copies * self._image_bytes):
-            await run_until_disconnect(raw_request.receive, self._load(parts, client, req))
+        with self._held.during(copies * len(parts) * self._least_bytes) as become:
+            loading = self._load(parts, client, req, lambda size: become(copies * size))
+            await run_until_disconnect(raw_request.receive, loading)
 
     def more_tokens(self, chat: ChatCompletionRequest) -> int:
         """How many tokens more its prompt has in the engine, where each picture takes as many as it has vectors."""
-        return len(images_of(chat.messages)) * (self._places - 1)
+        pictures = [part.picture for part in images_of(chat.messages)]
+        return sum(places_of(pictures, self._shape)) - len(pictures)
 
     def _checked_copies(self, request: ChatCompletionRequest, count: int) -> int:
-        """How many images the engine will hold: each answer of `n` has its own. Raises InvalidRequestError."""
+        """How often the engine will hold each image: each answer of `n` has its own. Raises InvalidRequestError."""
         if count > self._limit:
             raise InvalidRequestError(
                 f"At most {self._limit} image(s) may be provided in one prompt, got {count} (--limit-mm-per-prompt).",
@@ -113,17 +114,21 @@ class ServingChatWithImages(OpenAIServingChat):
                 f"n (or best_of) times the number of images must be at most {MOST_COPIES}, got {answers} times {count}.",
                 "n",
             )
-        return answers * count
+        return answers
 
-    async def _load(self, parts: list[ContentPart], client: str, req: str | None) -> None:
+    async def _load(self, parts: list[ContentPart], client: str, req: str | None, hold: Callable[[int], None]) -> None:
+        """How large an image is to the model is known once it is decoded: from then on it counts as what it is."""
+        size = len(parts) * self._least_bytes
         for number, part in enumerate(parts):
             started, url = time.monotonic(), part.url
             assert url is not None
             picture, fetched = await self._loader.load(url, client)
+            size += len(picture.data) - self._least_bytes
+            hold(size)
             part.loaded(picture, self._placeholder)
             if trace.on:
                 trace.emit(
-                    "image.loaded", req=req, image=number, bytes=len(picture.data), width=picture.width, height=picture.height,
+                    "image.loaded", req=req, image=number, bytes=len(picture.data), width=picture.file_width, height=picture.file_height,
                     seconds=round(time.monotonic() - started, 4), fetched=fetched,
                 )  # fmt: skip
 
@@ -135,9 +140,9 @@ class ServingChatWithImages(OpenAIServingChat):
         chat = more.pop("chat", request)
         pictures = [part.picture for part in images_of(chat.messages)]
         if pictures:
-            params = msgspec.structs.replace(params, num_images=len(pictures))
+            params = msgspec.structs.replace(params, image_places=places_of(pictures, self._shape))
         requests = await super().tokenize(request, prompts, params, *rest, **more)
         for each in requests.engine_requests if pictures else ():
             inputs = attach(each, pictures, self._shape)
-            self._held.until_gone(inputs, len(pictures) * params.num_answers * self._image_bytes)
+            self._held.until_gone(inputs, sum(len(picture.data) for picture in pictures) * params.num_answers)
         return requests

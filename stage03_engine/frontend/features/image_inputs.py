@@ -3,7 +3,7 @@ PromptReplacement)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.input_processor import InputHook
@@ -19,35 +19,40 @@ class ImagePlaces(InputHook):
 
     def prompt(self, token_ids: list[int], params: SamplingParams) -> list[int]:
         """Raises InvalidRequestError if the prompt does not have a place for each picture, and no other."""
-        shape = self.processor.vllm_config.shape
-        info = MULTIMODAL_REGISTRY.info(shape)
-        assert info is not None and shape.vision is not None
-        image_token, count = shape.vision.image_token, token_ids.count(shape.vision.image_token)
-        if count != params.num_images:
+        shape, lengths = self.processor.vllm_config.shape, iter(params.image_places)
+        image_token, given = shape.image_token, len(params.image_places)
+        if (count := token_ids.count(image_token)) != given:
+            placeholder = MULTIMODAL_REGISTRY.info(shape).placeholder
             raise InvalidRequestError(
-                f"The prompt has {count} of {info.placeholder}, each of which stands for an image, and {params.num_images} images come with it.",
+                f"The prompt has {count} of {placeholder}, each of which stands for an image, and {given} images come with it.",
                 "prompt",
             )
         if not count:
             return token_ids
-        places = [image_token] * info.num_tokens(shape)
-        return [each for token in token_ids for each in (places if token == image_token else (token,))]
+        return [
+            each for token in token_ids for each in ((token,) * next(lengths) if token == image_token else (token,))
+        ]
+
+
+def places_of(pictures: Iterable[Picture], shape: ModelShape) -> tuple[int, ...]:
+    """How many each takes: `image_places`."""
+    info = MULTIMODAL_REGISTRY.info(shape)
+    return tuple(info.num_tokens(picture.width, picture.height) for picture in pictures)
 
 
 def attach(request: EngineCoreRequest, pictures: Sequence[Picture], shape: ModelShape) -> MultiModalInputs:
     """Put the pictures into a request whose prompt has places for them; returns what the request holds now. Raises
     InvalidRequestError for a prompt that was cut where a picture is."""
-    info = MULTIMODAL_REGISTRY.info(shape)
-    assert info is not None and shape.vision is not None
-    length, offset, features = info.num_tokens(shape), 0, []
-    if request.prompt_token_ids.count(shape.vision.image_token) != length * len(pictures):
+    lengths, offset, features = places_of(pictures, shape), 0, []
+    if request.prompt_token_ids.count(shape.image_token) != sum(lengths):
         raise InvalidRequestError(
             "truncate_prompt_tokens: the prompt would lose an image, or a part of it; leave it out, or shorten the text.",
             "truncate_prompt_tokens",
         )
-    for picture in pictures:
-        offset = request.prompt_token_ids.index(shape.vision.image_token, offset)
-        features.append(MultiModalFeature(picture.identifier, offset, length, picture.data))
+    for picture, length in zip(pictures, lengths, strict=True):
+        offset = request.prompt_token_ids.index(shape.image_token, offset)
+        size = picture.width, picture.height
+        features.append(MultiModalFeature(picture.identifier, offset, length, picture.data, *size))
         offset += length
     request.task = MultiModalInputs(features)
     return request.task

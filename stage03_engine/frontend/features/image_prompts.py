@@ -9,9 +9,9 @@ from typing import Any
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import InvalidRequestError
-from stage03_engine.frontend.features.image_inputs import attach
+from stage03_engine.frontend.features.image_inputs import attach, places_of
 from stage03_engine.messages import EngineCoreRequest
-from stage03_engine.multimodal.shape_fields import VisionShape
+from stage03_engine.multimodal.registry import MULTIMODAL_REGISTRY, ProcessingInfo
 from stage03_engine.params.multimodal import Picture
 from stage03_engine.plugins import wanted
 
@@ -23,17 +23,17 @@ class WithPictures:
 
     pictures: Sequence[Any]
 
-    @property
-    def params(self) -> dict[str, Any]:
-        """What the request's SamplingParams get."""
-        return {"num_images": len(self.pictures)}
+    def params(self, config: VllmConfig) -> dict[str, Any]:
+        """What the request's SamplingParams get: how many places they need. Raises InvalidRequestError."""
+        if config.shape.image_token is None:
+            raise _wrong("this model takes text alone; leave the images out")
+        info = MULTIMODAL_REGISTRY.info(config.shape)
+        self.pictures = [as_picture(picture, info, FIELD) for picture in self.pictures]
+        return {"image_places": places_of(self.pictures, config.shape)}
 
     def complete(self, request: EngineCoreRequest, config: VllmConfig) -> None:
         """Put them into the request. Raises InvalidRequestError."""
-        vision = config.shape.vision
-        if vision is None:
-            raise _wrong("this model takes text alone; leave the images out")
-        attach(request, [as_picture(picture, vision, FIELD) for picture in self.pictures], config.shape)
+        attach(request, self.pictures, config.shape)
 
 
 class SeeingText(WithPictures, str):
@@ -73,7 +73,7 @@ def _wrong(why: str, field: str = FIELD) -> InvalidRequestError:
     return InvalidRequestError(f"{field}: {why}.", field)
 
 
-def as_picture(given: Any, vision: VisionShape, field: str) -> Picture:
+def as_picture(given: Any, info: ProcessingInfo, field: str) -> Picture:
     """What a caller gives, ready for the engine. Raises InvalidRequestError, which names `field`."""
     if isinstance(given, Picture):
         return given
@@ -86,6 +86,12 @@ def as_picture(given: Any, vision: VisionShape, field: str) -> Picture:
     if not isinstance(given, Image.Image):
         raise _wrong(f"a picture is a PIL.Image.Image, not {type(given).__name__}", field)
     try:
-        return picture_of(given, vision.processor)
+        info.resized_size(*given.size)
+    except ValueError as error:
+        raise _wrong(f"a picture {error}", field) from None
+    except ZeroDivisionError:
+        pass  # without pixels, as is found below
+    try:
+        return picture_of(given, info)
     except BROKEN:
         raise _wrong("a picture is broken, or has no pixels", field) from None

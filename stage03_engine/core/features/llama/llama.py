@@ -129,10 +129,14 @@ class LlamaForCausalLM(LanguageModel):
     ) -> Tensor:
         """input_ids, positions: [num_tokens] int64; kv_caches: one per layer. Returns hidden states [num_tokens, hidden_size]."""
         x, residual = self.embed_tokens(input_ids), None
-        rotation = rope_cos_sin(positions, self.frequencies)
+        rotation = self.rotation(positions)
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
             x, residual = layer(x, residual, rotation, kv_cache, metadata)
         return self.norm(x, residual)[0]
+
+    def rotation(self, positions: Tensor) -> Rotation:
+        """The rotary embedding of a step. A model whose positions have several components has its own."""
+        return rope_cos_sin(positions, self.frequencies)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """[num_rows, hidden_size] -> float32 [num_rows, vocab_size]. Only for the rows that are sampled."""

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor, nn
 
 from stage03_engine.core.features.llama.llama import LlamaForCausalLM
 from stage03_engine.core.features.multimodal.clip import ACTIVATIONS, CLIPVisionTransformer
+from stage03_engine.core.features.multimodal.pixels import normalised
 from stage03_engine.core.models.layers import LanguageModel, assign_weights
 from stage03_engine.model_shape import ModelShape
 from stage03_engine.multimodal.shape_fields import VisionShape
+from stage03_engine.params.multimodal import MultiModalFeature
 from stage04_kernels.attention import AttentionMetadata
 
 _LAYERS = "vision_tower.encoder.layers."
@@ -56,15 +57,10 @@ class LlavaForConditionalGeneration(LanguageModel):
         """As the language model's."""
         return self.language_model.compute_logits(hidden_states)
 
-    def encode(self, data: bytes) -> Tensor:
-        """A picture, uint8 [image_size, image_size, 3], -> [num_image_tokens, hidden_size]. One at a time: so it does not depend on what else
-        is encoded (vLLM: embed_multimodal)."""
-        weight, settings = self.multi_modal_projector.linear_1.weight, self.vision.processor
-        size = self.vision.image_size
-        pixels = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(size, size, 3).to(weight.device).float()
-        mean, std = pixels.new_tensor(settings.mean), pixels.new_tensor(settings.std)
-        normal = (pixels * settings.scale - mean) / std
-        seen = self.vision_tower(normal.permute(2, 0, 1)[None].to(weight.dtype))[0]
+    def encode(self, picture: MultiModalFeature) -> Tensor:
+        """A picture -> [num_image_tokens, hidden_size]. One at a time: so it does not depend on what else is encoded (vLLM: embed_multimodal)."""
+        pixels = normalised(picture, self.vision.processor.values, self.multi_modal_projector.linear_1.weight)
+        seen = self.vision_tower(pixels[None])[0]
         vectors: Tensor = self.multi_modal_projector(seen if self.vision.keeps_class_token else seen[1:])
         return vectors
 

@@ -31,7 +31,7 @@ class EncoderRunnerHook(RunnerHook):
     def __init__(self, runner: ModelRunner, config: VllmConfig) -> None:
         super().__init__(runner, config)
         self._features: dict[str, list[MultiModalFeature]] = {}  # request -> its pictures
-        self._cache: dict[str, Tensor] = {}  # name -> [num_image_tokens, hidden_size]
+        self._cache: dict[str, Tensor] = {}  # name -> [num_tokens, hidden_size]
         self._rows = EmbeddingRows.of(runner)
 
     def model_loaded(self, model: LanguageModel) -> LanguageModel:
@@ -54,12 +54,12 @@ class EncoderRunnerHook(RunnerHook):
         return msgspec.structs.replace(scheduler_output, scheduled_new_reqs=new_requests)
 
     def _with_tokens(self, new: NewRequestData) -> NewRequestData:
-        vision = self.config.shape.vision
-        if new.task is None or vision is None:
+        image_token = self.config.shape.image_token
+        if new.task is None:
             return new
         tokens = list(new.token_ids)
         for feature in payload(new.task, MultiModalInputs).features:
-            tokens[feature.offset : feature.offset + feature.length] = [vision.image_token] * feature.length
+            tokens[feature.offset : feature.offset + feature.length] = [image_token] * feature.length
         return msgspec.structs.replace(new, token_ids=tokens)
 
     def request_added(self, new: NewRequestData) -> None:
@@ -77,7 +77,7 @@ class EncoderRunnerHook(RunnerHook):
             del self._cache[name]
         for request_id, number in work.encode:
             started, feature = time.monotonic(), self._features[request_id][number]
-            self._cache[feature.identifier] = self._encode(feature.data)
+            self._cache[feature.identifier] = self._encode(feature)
             if trace.on:
                 seconds, tokens = round(time.monotonic() - started, 4), feature.length
                 trace.emit(

@@ -27,6 +27,7 @@ from stage03_engine.core.sched_output import SchedulerOutput
 from stage03_engine.core.scheduler import Scheduler
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.messages import payload
+from stage03_engine.multimodal.registry import MULTIMODAL_REGISTRY
 from stage03_engine.params.multimodal import MultiModalInputs
 from stagetrace import trace
 
@@ -57,7 +58,7 @@ class EncoderSchedulerHook(SchedulerHook):
 
     def __init__(self, scheduler: Scheduler, config: VllmConfig) -> None:
         super().__init__(scheduler, config)
-        self.cache = EncoderCacheManager(config.encoder_budget)
+        self.cache, self._info = EncoderCacheManager(config.encoder_budget), MULTIMODAL_REGISTRY.info(config.shape)
         # Weak, because another hook may still refuse a request.
         self.spans: WeakKeyDictionary[Request, list[Span]] = WeakKeyDictionary()  # request -> its pictures
         # Of this step: request that may run -> the numbers of the pictures that it encodes.
@@ -68,21 +69,20 @@ class EncoderSchedulerHook(SchedulerHook):
         """Raises InvalidRequestError for pictures that do not fit their prompt."""
         if request.task is None:
             return
-        vision, tokens, at = self.config.shape.vision, request.all_token_ids, 0
+        image_token, tokens, at = self.config.shape.image_token, request.all_token_ids, 0
         inputs = payload(request.task, MultiModalInputs)
-        assert vision is not None
         for feature in inputs.features:
             places = slice(feature.offset, feature.offset + feature.length)
             if (
                 feature.offset < at
-                or feature.length != vision.num_image_tokens
-                or len(feature.data) != vision.image_bytes
-                or tokens[places] != [vision.image_token] * feature.length
+                or not 0 < feature.length == self._info.num_tokens(feature.width, feature.height)
+                or len(feature.data) != feature.width * feature.height * 3
+                or tokens[places] != [image_token] * feature.length
             ):
                 raise InvalidRequestError("An image does not fit its place in the prompt.", "messages")
             at = places.stop
             tokens[places] = made_of(feature.identifier, feature.length)
-        if vision.image_token in tokens:
+        if image_token in tokens:
             raise InvalidRequestError("The prompt has more places than images.", "messages")
         own = [replace(feature, identifier=self._named(request, feature.identifier)) for feature in inputs.features]
         request.task = MultiModalInputs(own)  # the runner knows each by the same name

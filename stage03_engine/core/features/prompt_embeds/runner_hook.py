@@ -45,7 +45,7 @@ class PromptEmbedsRunnerHook(RunnerHook):
             if (rows := self._embeds.get(request_id)) is None:
                 continue
             begin, end = starts[number], starts[number + 1]
-            first = int(inputs.positions[begin])
+            first = inputs.metadata.seq_lens_cpu[number] - (end - begin)
             if (count := min(end - begin, len(rows) - first)) > 0:
                 self._rows.put(inputs, begin, rows[first : first + count])
 

@@ -39,7 +39,7 @@ class LoRARequest:
 
 def plain_prompt(prompt: Any) -> tuple[str | list[int], str | None]:
     """(what is tokenized, cache_salt). Raises InvalidRequestError for what is none of FORMS. A feature may know another key, such as
-    `prompt_embeds`; its prompt has `params`, which go into the request's, or `complete`, which is called with the request (`processed`)."""
+    `prompt_embeds`; its prompt has `params`, which says what goes into the request's, or `complete`, which is called with the request (`processed`)."""
     given = (
         prompt if isinstance(prompt, Mapping) else {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
     )
@@ -59,7 +59,8 @@ def processed(
     processor: InputProcessor, request_id: str, prompt: str | list[int], params: SamplingParams, **settings: Any
 ) -> EngineCoreRequest:
     """What `plain_prompt` made as a request of the engine, with all that it brings besides tokens. Raises InvalidRequestError."""
-    params = msgspec.structs.replace(params, **getattr(prompt, "params", {}))
+    if (more := getattr(prompt, "params", None)) is not None:
+        params = msgspec.structs.replace(params, **more(processor.vllm_config))
     request = processor.process_inputs(request_id, prompt, params, **settings)
     if (complete := getattr(prompt, "complete", None)) is not None:
         complete(request, processor.vllm_config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from stage03_engine.config import VllmConfig
 from stage03_engine.params.embeds_file import FIELD, layout_of, wrong
 
 
@@ -13,8 +14,11 @@ class EmbedsPrompt(list[int]):
 
     def __init__(self, file: bytes) -> None:
         super().__init__([0] * layout_of(file[: 8 + 4096], len(file)).num_tokens)
-        self.params = {FIELD: file}
+        self._file = file
+
+    def params(self, config: VllmConfig) -> dict[str, Any]:
         """What the request's SamplingParams get."""
+        return {FIELD: self._file}
 
 
 def embeds_prompt(given: Mapping[str, Any]) -> EmbedsPrompt:
