@@ -12,6 +12,7 @@ import openai
 import pytest
 from anthropic import Anthropic
 from patience import PATIENCE
+from pictures_elsewhere import apart
 from server_under_test import InProcessServer, RecordingEcho, ServerProcess
 from small_llava import PLACES, SIDE, encoded, llava_folder, picture, reference_tokens
 from tokenizers import Tokenizer
@@ -50,7 +51,8 @@ def serve(config: VllmConfig) -> Iterator[Callable[..., InProcessServer]]:
     servers: list[InProcessServer] = []
 
     def make(**args: Any) -> InProcessServer:
-        servers.append(InProcessServer(Seen(config), config, served_model_name=("m",), **args))
+        rest, mine = apart(args, config)
+        servers.append(InProcessServer(Seen(mine), mine, served_model_name=("m",), **rest))
         return servers[-1]
 
     yield make

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from stage03_engine.config import VllmConfig
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.input_processor import InputHook
 from stage03_engine.messages import EngineCoreRequest
@@ -32,6 +33,14 @@ class ImagePlaces(InputHook):
             return token_ids
         places = [image_token] * info.num_tokens(shape)
         return [each for token in token_ids for each in (places if token == image_token else (token,))]
+
+
+def check_count(count: int, config: VllmConfig, param: str) -> None:
+    """May a prompt have so many pictures? Raises InvalidRequestError."""
+    if count > (most := config.multimodal_config.most_images):
+        raise InvalidRequestError(
+            f"At most {most} image(s) may be provided in one prompt, got {count} (--limit-mm-per-prompt).", param
+        )
 
 
 def attach(request: EngineCoreRequest, pictures: Sequence[Picture], shape: ModelShape) -> MultiModalInputs:

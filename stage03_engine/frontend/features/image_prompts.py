@@ -9,7 +9,7 @@ from typing import Any
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import InvalidRequestError
-from stage03_engine.frontend.features.image_inputs import attach
+from stage03_engine.frontend.features.image_inputs import attach, check_count
 from stage03_engine.messages import EngineCoreRequest
 from stage03_engine.multimodal.shape_fields import VisionShape
 from stage03_engine.params.multimodal import Picture
@@ -33,6 +33,7 @@ class WithPictures:
         vision = config.shape.vision
         if vision is None:
             raise _wrong("this model takes text alone; leave the images out")
+        check_count(len(self.pictures), config, FIELD)
         attach(request, [as_picture(picture, vision, FIELD) for picture in self.pictures], config.shape)
 
 
@@ -84,7 +85,8 @@ def as_picture(given: Any, vision: VisionShape, field: str) -> Picture:
     from stage03_engine.multimodal.picture import BROKEN, picture_of
 
     if not isinstance(given, Image.Image):
-        raise _wrong(f"a picture is a PIL.Image.Image, not {type(given).__name__}", field)
+        by_chat = "; LLM.chat takes addresses, as parts of type image_url" if isinstance(given, str) else ""
+        raise _wrong(f"a picture is a PIL.Image.Image, not {type(given).__name__}{by_chat}", field)
     try:
         return picture_of(given, vision.processor)
     except BROKEN:
