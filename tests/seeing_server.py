@@ -6,6 +6,7 @@ import base64
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from pictures_elsewhere import apart
 from PIL import Image
 from server_under_test import InProcessServer, RecordingEcho
 from small_llava import encoded, picture
@@ -30,7 +31,8 @@ def seeing_servers(config: VllmConfig, **always: Any) -> Iterator[Callable[..., 
     servers: list[InProcessServer] = []
 
     def make(**args: Any) -> InProcessServer:
-        servers.append(InProcessServer(Seen(config), config, **always, **args))
+        rest, mine = apart(args, config)
+        servers.append(InProcessServer(Seen(mine), mine, **always, **rest))
         return servers[-1]
 
     yield make

@@ -1,10 +1,13 @@
-"""Workers of which one takes its time to copy blocks: it is not the one that answers."""
+"""Workers that are not all alike: one that does not answer takes its time to copy blocks, or finds its disk full."""
 
 from __future__ import annotations
 
+import os
 import time
 
 from stage03_engine.core.features.distributed.parallel_state import ranks
+from stage03_engine.core.features.kv_transfer import shared_storage_copies
+from stage03_engine.core.features.kv_transfer.block_store import BlockStore
 from stage03_engine.core.features.kv_transfer.offloading_copies import OffloadingConnectorWorker
 from stage03_engine.core.worker import Worker
 
@@ -15,11 +18,29 @@ class SlowRank(Worker):
     def load_model(self) -> None:
         own = ranks()
         if not (own.is_last_stage and own.tp_rank == 0):
-            save = OffloadingConnectorWorker._save
+            save, copy = OffloadingConnectorWorker._save, shared_storage_copies.block_to_bytes
 
             def late(connector: OffloadingConnectorWorker, saves: object) -> None:
                 time.sleep(0.02)
                 save(connector, saves)  # type: ignore[arg-type]
 
-            OffloadingConnectorWorker._save = late  # type: ignore[method-assign]
+            def late_copy(caches: object, block: int) -> bytes:
+                time.sleep(0.02)
+                return copy(caches, block)  # type: ignore[arg-type]
+
+            OffloadingConnectorWorker._save = late  # type: ignore[method-assign, assignment]
+            shared_storage_copies.block_to_bytes = late_copy  # type: ignore[assignment]
+        super().load_model()
+
+
+class FullDisk(Worker):
+    """The ranks that FULL_DISKS names can write no block."""
+
+    def load_model(self) -> None:
+        if str(ranks().rank) in os.environ["FULL_DISKS"].split():
+
+            def full(store: BlockStore, block_hash: bytes, data: bytes) -> None:
+                raise OSError(28, "No space left on device")
+
+            BlockStore.write = full  # type: ignore[method-assign, assignment]
         super().load_model()

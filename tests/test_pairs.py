@@ -104,8 +104,6 @@ APART = [
 BY_VALUE = {
     ("folder", "no prefix cache"): "needs enable_prefix_caching",
     ("offloading", "no prefix cache"): "needs enable_prefix_caching",
-    ("tensor parallel", "folder"): "kv_transfer_config is for one worker",
-    ("pipeline", "folder"): "kv_transfer_config is for one worker",
     ("draft model", "folder"): "kv_transfer_config cannot be combined with a draft model",
     ("EAGLE head", "folder"): "kv_transfer_config cannot be combined with an EAGLE head",
 } | {

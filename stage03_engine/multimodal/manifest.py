@@ -1,7 +1,8 @@
-"""Models that see: what they add to the configuration (vllm/config/multimodal.py, scheduler.py)."""
+"""Models that see: what they add to the configuration (vllm/config/multimodal.py, model.py, scheduler.py)."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,36 @@ COUNTS = {
     "mm_cache_hits": "Pictures found there.",
 }
 """Metric -> what it counts."""
+
+
+DEFAULT_LIMIT = 8  # pictures of a prompt
+
+
+@dataclass(frozen=True)
+class MultiModalConfig:
+    """How many pictures a prompt may have, how large, and from where; for a server and for `LLM` alike."""
+
+    limit_mm_per_prompt: dict[str, Any] | None = option(
+        None, f'most images of one prompt (400 beyond), as JSON: {{"image": 4}}; {DEFAULT_LIMIT} if not given'
+    )
+    allowed_media_domains: tuple[str, ...] | None = option(
+        None,
+        "hosts whose images are fetched, if a chat names their addresses, which must be public; none if not given: then images come as data: URLs",
+    )
+    allowed_local_media_path: str | None = option(
+        None, "folder of this machine whose images chats may name, as file:///...; none if not given"
+    )
+    media_fetch_seconds: int = option(5, "most seconds that an image may take to be fetched (400 beyond)", at_least=1)
+    max_image_bytes: int = option(8388608, "most bytes of an image's file (400 beyond)", at_least=1)
+    max_image_pixels: int = option(
+        33554432, "most pixels of an image, width x height, by what its file says (400 beyond)", at_least=1
+    )
+
+    @property
+    def most_images(self) -> int:
+        """Of a prompt."""
+        count: int = (self.limit_mm_per_prompt or {}).get("image", DEFAULT_LIMIT)
+        return count
 
 
 @dataclass(frozen=True)
@@ -49,6 +80,8 @@ class ProcessorFlags:
 class MultiModalFlags:
     """Part of VllmConfig."""
 
+    multimodal_config: MultiModalConfig = MultiModalConfig()
+
     @property
     def encoder_budget(self) -> int:
         """Vectors that the encoder's cache holds, and so the most that a step computes."""
@@ -70,6 +103,7 @@ class MultiModalFlags:
         pictures."""
         if (token := config.shape.image_token) is None:
             return
+        _check_media(config)
         speculative = getattr(config, "speculative_config", None)
         for asked, name, why in (
             (
@@ -128,6 +162,25 @@ def _info(config: VllmConfig) -> ProcessingInfo | None:
     from stage03_engine.multimodal.registry import MULTIMODAL_REGISTRY
 
     return MULTIMODAL_REGISTRY.info(config.shape)
+
+
+def _check_media(config: VllmConfig) -> None:
+    """Raises ConfigError for a limit of what the model does not take, a domain that is an address, and a folder that is none."""
+    info, media = _info(config), config.multimodal_config
+    modalities = () if info is None else info.modalities
+    for name, count in (media.limit_mm_per_prompt or {}).items():
+        if name not in modalities:
+            raise ConfigError(
+                f"limit_mm_per_prompt: {name!r} is none of what this model takes: {', '.join(modalities)}"
+            )
+        if type(count) is not int or count < 0:
+            raise ConfigError(f"limit_mm_per_prompt: {name} must be a number of at least 0, not {count!r}")
+    for domain in media.allowed_media_domains or ():
+        if "/" in domain or domain.count(":") == 1:
+            raise ConfigError(f"allowed_media_domains: {domain!r} is no host: leave out https://, ports and paths")
+    folder = media.allowed_local_media_path
+    if folder and not os.path.isdir(folder):
+        raise ConfigError(f"allowed_local_media_path: {folder!r} is no folder of this machine")
 
 
 FEATURE = Feature(

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import http.server
 import json
 import os
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
@@ -20,7 +18,8 @@ import httpx
 import pytest
 import torch
 from patience import PATIENCE, wait_until
-from seeing_server import data_url, image_part as image, seeing_servers
+from pictures_elsewhere import FAILING, MOST_BYTES, READABLE, UNREADABLE, Files, apart, folder_of_files, serving_files
+from seeing_server import Seen, data_url, image_part as image, seeing_servers
 from server_under_test import InProcessServer, ServerProcess
 from small_llava import PLACES, SIDE, encoded, llava_folder, picture
 
@@ -28,11 +27,12 @@ from stage02_server.features.images import fetch as fetch_module, serving as ser
 from stage02_server.features.images.decode import FORMATS, prepared
 from stage02_server.features.images.fetch import MediaFetcher, is_public
 from stage02_server.features.images.manifest import ImageFlags
-from stage02_server.features.images.serving import DEFAULT_LIMIT, MOST_COPIES
+from stage02_server.features.images.serving import MOST_COPIES
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.multimodal.llava import read_processor
+from stage03_engine.multimodal.manifest import DEFAULT_LIMIT, MultiModalConfig
 from stage03_engine.multimodal.registry import MULTIMODAL_REGISTRY
 from stage03_engine.params.multimodal import MultiModalInputs
 
@@ -190,7 +190,7 @@ def test_a_chat_without_images_starts_no_decoder(serve: Callable[..., InProcessS
     server = serve()
     assert server.post(CHAT, chat("Only words")).status_code == 200
     handler = server.app.state.openai_serving_chat
-    assert handler._loader._decoder._process is None
+    assert handler._loader.decoder._process is None
 
 
 # What is refused
@@ -410,49 +410,11 @@ def test_what_is_public(address: str) -> None:
     assert is_public(address)
 
 
-class Files(http.server.BaseHTTPRequestHandler):
-    """Another server. `asked` are the paths and the Host headers."""
-
-    asked: list[tuple[str, str]]
-    file = encoded(picture(1))
-    silence = threading.Event()
-
-    def do_GET(self) -> None:
-        self.asked.append((self.path, self.headers["Host"]))
-        answer = {"/missing": 404, "/redirect": 302, "/inward": 301, "/not-modified": 304}.get(self.path, 200)
-        if self.path == "/silent":
-            self.silence.wait()
-            return
-        self.send_response(answer)
-        if answer in (301, 302):
-            self.send_header("Location", "/picture" if answer == 302 else "http://169.254.169.254/")
-        if self.path == "/compressed":
-            self.send_header("Content-Encoding", "gzip")
-        self.end_headers()
-        if self.path == "/endless":
-            try:
-                while True:
-                    self.wfile.write(b"\0" * 65536)
-            except OSError:
-                return
-        self.wfile.write(self.file)
-
-    def log_message(self, *args: Any) -> None:
-        """To nobody."""
-
-
 @pytest.fixture
 def files() -> Iterator[tuple[str, list[tuple[str, str]]]]:
     """(host:port, what it was asked)."""
-    asked: list[tuple[str, str]] = []
-    handler = type("Handler", (Files,), {"asked": asked, "silence": threading.Event()})
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"localhost:{server.server_address[1]}", asked
-        handler.silence.set()  # type: ignore[attr-defined]
-        server.shutdown()
-        thread.join()
+    with serving_files() as serving:
+        yield serving
 
 
 @pytest.fixture
@@ -468,16 +430,6 @@ def test_a_picture_of_another_server(files: Any, serve: Callable[..., InProcessS
     assert asked == [("/picture?size=1", address)]
     (request,) = server.client.requests  # type: ignore[attr-defined]
     assert len(request.task.features) == 1
-
-
-FAILING = {
-    "/missing": "its server says 404",
-    "/not-modified": "its server says 304",
-    "/redirect": "its server redirects, which is not followed",
-    "/inward": "its server redirects, which is not followed",
-    "/compressed": "its server compresses it",
-    "/endless": "(--max-image-bytes)",
-}
 
 
 @pytest.mark.parametrize("path", FAILING)
@@ -558,6 +510,95 @@ def test_odd_addresses_of_a_host_that_is_allowed(
         body = json.dumps(chat(at(f"http://localhost:{free.getsockname()[1]}{path}")))
         response = server.request("POST", CHAT, content=body, headers={"Content-Type": "application/json"})
     assert response.status_code == 400, response.text
+
+
+# From this machine
+
+
+@pytest.fixture(scope="module")
+def media(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return folder_of_files(tmp_path_factory.mktemp("above"))
+
+
+@pytest.mark.parametrize("how", READABLE)
+@pytest.mark.parametrize("through", ["itself", "a link"])
+def test_a_file_below_the_folder(
+    through: str, how: str, media: Path, tmp_path: Path, serve: Callable[..., InProcessServer]
+) -> None:
+    """The operator may name the folder by a link, and the client as the operator does, or as it is."""
+    (tmp_path / "link").symlink_to(media)
+    named = media if through == "itself" else tmp_path / "link"
+    server = serve(allowed_local_media_path=str(named))
+    for folder in {media, named}:
+        response = server.post(CHAT, chat(at(READABLE[how](folder))))
+        assert response.status_code == 200, response.text
+    assert all(len(each.task.features) == 1 for each in server.client.requests)  # type: ignore[attr-defined]
+
+
+@pytest.fixture(scope="module")
+def with_media(media: Path, config: VllmConfig) -> Iterator[InProcessServer]:
+    given = {"allowed_local_media_path": str(media), "max_image_bytes": MOST_BYTES}
+    _, mine = apart(given, config)
+    with closing(InProcessServer(Seen(mine), mine)) as server:
+        yield server
+
+
+@pytest.mark.parametrize("what", UNREADABLE)
+def test_what_is_not_read_of_this_machine(what: str, media: Path, with_media: InProcessServer) -> None:
+    """And the answer does not tell where the folder is."""
+    url, why = UNREADABLE[what]
+    body = json.dumps(chat(at(url(media))))
+    response = with_media.request("POST", CHAT, content=body, headers={"Content-Type": "application/json"})
+    message = response.json()["error"]["message"]
+    assert response.status_code == 400 and "\n" not in message, response.text
+    if what != "half a character":  # which is refused before it is an address
+        assert why in message
+    assert str(media) not in message and not with_media.client.requests  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("given", [None, ""])
+def test_no_file_is_read_unless_a_folder_is_named(
+    given: str | None, media: Path, serve: Callable[..., InProcessServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor by a server that was started in that folder."""
+    monkeypatch.chdir(media)
+    server = serve(allowed_local_media_path=given, allowed_media_domains=("localhost",))
+    for url in READABLE.values():
+        assert "no file is read here (see --allowed-local-media-path)" in refusal(server, chat(at(url(media))))
+
+
+def test_a_file_that_grows_while_it_is_read(media: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its size is no promise."""
+    from stage02_server.features.images import files as files_module
+
+    size = (media / "a.png").stat().st_size
+    monkeypatch.setattr(files_module.LocalFiles, "_check", lambda self, found: None)
+    with pytest.raises(InvalidRequestError, match="at most"):
+        files_module.LocalFiles(str(media), size - 1).read(f"file://{media}/a.png")
+
+
+def test_a_link_that_is_put_there_meanwhile_is_not_followed(media: Path, tmp_path: Path) -> None:
+    """Between the look at the file and its opening."""
+    from stage02_server.features.images import files as files_module
+
+    folder = tmp_path / "media"
+    folder.mkdir()
+    (folder / "a.png").write_bytes(encoded(picture(1)))
+
+    class Swapped(files_module.LocalFiles):
+        def _check(self, found: os.stat_result) -> None:
+            super()._check(found)
+            (folder / "a.png").unlink(missing_ok=True)
+            (folder / "a.png").symlink_to(media / "a.png")
+
+    with pytest.raises(InvalidRequestError, match="is not there, or cannot be read"):
+        Swapped(str(folder), MOST_BYTES).read(f"file://{folder}/a.png")
+
+
+@pytest.mark.parametrize("given", ["/nowhere/at all", __file__])
+def test_a_folder_that_is_none_is_refused_at_start(given: str, serve: Callable[..., InProcessServer]) -> None:
+    with pytest.raises(ConfigError, match="^allowed_local_media_path: .* is no folder of this machine"):
+        serve(allowed_local_media_path=given)
 
 
 # What reads the files of a model
@@ -653,4 +694,6 @@ def test_gpt2_loads_nothing_of_it() -> None:
 
 def test_the_defaults_fit_together() -> None:
     """A picture of the largest size fits into what may be held, and a body may hold a file."""
-    assert ImageFlags.max_image_bytes <= 8388608 and ImageFlags.max_held_image_bytes > DEFAULT_LIMIT * 336 * 336 * 3
+    assert (
+        MultiModalConfig.max_image_bytes <= 8388608 and ImageFlags.max_held_image_bytes > DEFAULT_LIMIT * 336 * 336 * 3
+    )

@@ -697,8 +697,6 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"kv_role": "kv_consumer", "kv_connector_extra_config": {"shared_storage_path": __file__}}, {}, "cannot read"),
     ({}, {"prefix_caching_hash_seed": None}, "needs prefix_caching_hash_seed, the same at each start"),
     ({}, {"enable_prefix_caching": False}, "needs enable_prefix_caching"),
-    ({}, {"tensor_parallel_size": 2}, "of several each has a part of a block"),
-    ({}, {"pipeline_parallel_size": 2}, "of several each has a part of a block"),
     ({}, {"runner": "pooling"}, "for models that generate text"),
 ]  # fmt: skip
 

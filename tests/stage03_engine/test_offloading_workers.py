@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_kv_transfer import SMALL, assert_all_free, assert_recorded, core_of, folder_flag, model, tokens_of
+from test_kv_transfer import SMALL, assert_all_free, assert_recorded, core_of, model, tokens_of
 from test_tensor_parallel import GPT2, LLAMA, TOKENIZER, checkpoint
 
 from stage03_engine.arg_utils import EngineArgs
@@ -17,7 +17,6 @@ from stage03_engine.core.features.distributed.several_workers import all_ranks
 from stage03_engine.core.features.kv_transfer.offloading import num_cpu_blocks
 from stage03_engine.core.features.prefix_cache_reset.prefix_cache_reset import reset_prefix_cache
 from stage03_engine.core.kv_cache_size import kv_block_bytes
-from stage03_engine.errors import ConfigError
 from stage03_engine.llm import LLM
 from stage03_engine.sampling_params import SamplingParams
 from stagetrace import read_run
@@ -90,16 +89,3 @@ def test_scheduler_and_workers_count_the_same_places_within_the_size(
     taken = count * sum(kv_block_bytes(each) for each in every)
     one_more = (count + 1) * sum(kv_block_bytes(each) for each in every)
     assert taken <= 0.001 * (1 << 30) < one_more
-
-
-@pytest.mark.parametrize("workers", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
-@pytest.mark.parametrize("how", ["folder", "folder behind memory", "own connector"])
-def test_what_has_whole_blocks_is_refused(how: str, workers: dict[str, int], model: str, tmp_path: Path) -> None:
-    given = folder_flag(tmp_path)
-    if how == "folder behind memory":
-        given["kv_transfer_config"]["kv_connector"] = "OffloadingConnector"
-        given["kv_transfer_config"]["kv_connector_extra_config"]["cpu_bytes_to_use"] = 10**6
-    if how == "own connector":
-        given = {"kv_transfer_config": {"kv_connector": "Slow", "kv_connector_module_path": "slow_connector"}}
-    with pytest.raises(ConfigError, match="kv_transfer_config is for one worker, unless"):
-        EngineArgs.from_kwargs(model=model, **SMALL | given | workers)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -40,11 +41,13 @@ class ImageDecoder:
 
     _finalizer: weakref.finalize
 
-    async def decode(self, data: bytes | str) -> Picture:
-        """A file, or its base64. Raises InvalidRequestError whatever the file does."""
+    async def decode(self, data: bytes | str | Callable[[], bytes]) -> Picture:
+        """A file, its base64, or what reads it, in the thread. Raises InvalidRequestError whatever the file does."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._decode, data)
 
-    def _decode(self, data: bytes | str) -> Picture:
+    def _decode(self, data: bytes | str | Callable[[], bytes]) -> Picture:
+        if callable(data):
+            data = data()
         process = self._running()
         assert process.stdin is not None and process.stdout is not None
         try:

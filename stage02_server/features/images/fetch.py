@@ -69,7 +69,7 @@ class MediaFetcher:
         except ValueError:
             raise refused("has an address that is no URL") from None
         if found.scheme not in ("http", "https"):
-            raise refused("must be a data: URL, or an address that begins with http:// or https://")
+            raise refused("must be a data: URL, or an address that begins with http://, https:// or file:///")
         if not self._domains:
             raise refused("must come as a data: URL: this server fetches none (see --allowed-media-domains)")
         if host not in self._domains or "@" in found.netloc:

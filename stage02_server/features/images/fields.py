@@ -12,7 +12,9 @@ from stage03_engine.params.multimodal import Picture
 class ImageURL(BaseModel):
     """Where a picture is."""
 
-    url: Text = Field(description="A data: URL with base64, or an address at one of --allowed-media-domains.")
+    url: Text = Field(
+        description="A data: URL with base64, an address at one of --allowed-media-domains, or a file:/// URL below --allowed-local-media-path."
+    )
     detail: Text | None = Field(
         default=None, description="Accepted, and not used: how large an image is to the model, its files say."
     )

@@ -1,9 +1,8 @@
-"""The flags that bound pictures, and say where they may come from."""
+"""Pictures of chats. What bounds each, and says where it may come from, is set with the model (stage03_engine/multimodal/manifest.py)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from stage03_engine.args.fields import option
 from stage03_engine.plugins import Feature, Part
@@ -11,20 +10,8 @@ from stage03_engine.plugins import Feature, Part
 
 @dataclass(frozen=True)
 class ImageFlags:
-    """How many pictures, how large, and from where."""
+    """How much all clients' pictures may take."""
 
-    limit_mm_per_prompt: dict[str, Any] | None = option(
-        None, 'most images of one prompt (400 beyond), as JSON: {"image": 4}; 8 if not given'
-    )
-    allowed_media_domains: tuple[str, ...] | None = option(
-        None,
-        "hosts whose images are fetched, if a chat names their addresses, which must be public; none if not given: then images come as data: URLs",
-    )
-    media_fetch_seconds: int = option(5, "most seconds that an image may take to be fetched (400 beyond)", at_least=1)
-    max_image_bytes: int = option(8388608, "most bytes of an image's file (400 beyond)", at_least=1)
-    max_image_pixels: int = option(
-        33554432, "most pixels of an image, width x height, by what its file says (400 beyond)", at_least=1
-    )
     max_held_image_bytes: int = option(
         268435456,
         "most bytes of decoded images that all unfinished requests may hold together (429 beyond)",

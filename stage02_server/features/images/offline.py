@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from stage02_server.cli_args import FrontendArgs
+from stage02_server.features.images.decoder import ImageDecoder
 from stage02_server.features.images.loader import ImageLoader
 from stage02_server.features.images.parts import images_of
 from stage02_server.protocol import ChatMessageParam, ContentPart
+from stage03_engine.frontend.features.image_inputs import check_count
 from stage03_engine.frontend.features.image_prompts import as_picture
 from stage03_engine.multimodal.registry import MULTIMODAL_REGISTRY, ProcessingInfo
 from stage03_engine.params.multimodal import Picture
@@ -17,16 +18,17 @@ from stage03_engine.params.multimodal import Picture
 if TYPE_CHECKING:
     from stage03_engine.llm import LLM
 
-_loaders: WeakKeyDictionary[LLM, ImageLoader] = WeakKeyDictionary()
-"""Kept for the next chat: each has a process once a file was decoded."""
+_decoders: WeakKeyDictionary[LLM, ImageDecoder] = WeakKeyDictionary()
+"""Kept for the next chats: each has a process once a file was decoded."""
 
 
 class OfflineImages:
-    """Those of chats without a server. A model of text alone has none: its chat refuses them where it makes the prompt."""
+    """Those of the chats of one call, without a server. A model of text alone has none: its chat refuses them where it makes the prompt."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm, shape = llm, llm.vllm_config.shape
         self._info: ProcessingInfo | None = None if shape.image_token is None else MULTIMODAL_REGISTRY.info(shape)
+        self._loader: ImageLoader | None = None
 
     def with_those_of_pillow(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """The same messages, in which {"type": "image_pil", "image_pil": image} is a part that is loaded. Raises InvalidRequestError."""
@@ -50,13 +52,16 @@ class OfflineImages:
         if self._info is None:
             return []
         parts = images_of(messages)
+        check_count(len(parts), self._llm.vllm_config, "messages")
         for part in parts:
             if not part.is_loaded:
-                picture, _ = await self._loader().load(part.url or "", "")
+                picture, _ = await self._loader_of_files().load(part.url or "", "")
                 part.loaded(picture, self._info.placeholder)
         return [part.picture for part in parts]
 
-    def _loader(self) -> ImageLoader:
-        if self._llm not in _loaders:
-            _loaders[self._llm] = ImageLoader(FrontendArgs(), self._llm.vllm_config)
-        return _loaders[self._llm]
+    def _loader_of_files(self) -> ImageLoader:
+        """Of this call, whose event loop is its own."""
+        if self._loader is None:
+            self._loader = ImageLoader(self._llm.vllm_config, _decoders.get(self._llm))
+            _decoders[self._llm] = self._loader.decoder
+        return self._loader

@@ -4,7 +4,7 @@ the engine's request after that."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from stage02_server.serving_chat import OpenAIServingChat
 from stage02_server.serving_engine import EngineRequests, Prompts, Result
 from stage02_server.streaming import run_until_disconnect
 from stage03_engine.errors import ConfigError, InvalidRequestError
-from stage03_engine.frontend.features.image_inputs import attach, places_of
+from stage03_engine.frontend.features.image_inputs import attach, check_count, places_of
 from stage03_engine.multimodal.registry import MULTIMODAL_REGISTRY
 from stage03_engine.sampling_params import SamplingParams
 from stagetrace import trace
@@ -28,34 +28,14 @@ from stagetrace import trace
 if TYPE_CHECKING:
     from stage02_server.api_server import Services
 
-DEFAULT_LIMIT = 8  # images of a prompt
 MOST_COPIES = 64  # of images on their way to the engine, which gets them with each answer of `n`
 
 
 def install(app: FastAPI, services: Services) -> None:
-    """Chats go through the handler that knows pictures, and what other APIs make into chats asks it too. Raises ConfigError without Pillow, and for a limit that is none."""
+    """Chats go through the handler that knows pictures, and what other APIs make into chats asks it too. Raises ConfigError without Pillow."""
     if find_spec("PIL") is None:
         raise ConfigError("a model that sees needs Pillow; install the project with its extra `images`")
     app.state.openai_serving_chat = app.state.images = ServingChatWithImages(services)
-
-
-def limit_of(given: dict[str, Any] | None, modalities: Sequence[str]) -> int:
-    """How many pictures a prompt may have. Raises ConfigError."""
-    for name, count in (given or {}).items():
-        if name not in modalities:
-            raise ConfigError(
-                f"limit_mm_per_prompt: {name!r} is none of what this model takes: {', '.join(modalities)}"
-            )
-        if type(count) is not int or count < 0:
-            raise ConfigError(f"limit_mm_per_prompt: {name} must be a number of at least 0, not {count!r}")
-    return (given or {}).get("image", DEFAULT_LIMIT)
-
-
-def check_domains(domains: Sequence[str]) -> None:
-    """Raises ConfigError for what is no host, and would never be found in an address."""
-    for domain in domains:
-        if "/" in domain or domain.count(":") == 1:
-            raise ConfigError(f"allowed_media_domains: {domain!r} is no host: leave out https://, ports and paths")
 
 
 class ServingChatWithImages(OpenAIServingChat):
@@ -65,12 +45,11 @@ class ServingChatWithImages(OpenAIServingChat):
         from stage02_server.features.images.loader import ImageLoader
 
         super().__init__(services)
-        self._shape = services.engine.vllm_config.shape
+        self._config = services.engine.vllm_config
+        self._shape = self._config.shape
         info = MULTIMODAL_REGISTRY.info(self._shape)
         self._placeholder, self._least_bytes = info.placeholder, info.least_bytes
-        self._limit = limit_of(self.args.limit_mm_per_prompt, info.modalities)
-        check_domains(self.args.allowed_media_domains or ())
-        self._loader = ImageLoader(self.args, services.engine.vllm_config)
+        self._loader = ImageLoader(self._config)
         self._held = HeldBytes("images", self.args.max_held_image_bytes, "--max-held-image-bytes")
 
     async def create_chat_completion(self, request: ChatCompletionRequest, raw_request: Request) -> Result:
@@ -99,11 +78,7 @@ class ServingChatWithImages(OpenAIServingChat):
 
     def _checked_copies(self, request: ChatCompletionRequest, count: int) -> int:
         """How often the engine will hold each image: each answer of `n` has its own. Raises InvalidRequestError."""
-        if count > self._limit:
-            raise InvalidRequestError(
-                f"At most {self._limit} image(s) may be provided in one prompt, got {count} (--limit-mm-per-prompt).",
-                "messages",
-            )
+        check_count(count, self._config, "messages")
         if getattr(request, "use_beam_search", False):
             raise InvalidRequestError(
                 "use_beam_search: beams see no images; leave out one of the two.", "use_beam_search"

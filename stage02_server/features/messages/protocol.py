@@ -55,7 +55,10 @@ class ImageSource(BaseModel):
         default=None, description="Of base64: image/png, image/jpeg, image/gif or image/webp."
     )
     data: Text | None = Field(default=None, description="The file in base64.")
-    url: Text | None = Field(default=None, description="An address at one of --allowed-media-domains.")
+    url: Text | None = Field(
+        default=None,
+        description="An address at one of --allowed-media-domains, or a file:/// URL below --allowed-local-media-path.",
+    )
 
     def as_url(self) -> str:
         """Raises InvalidRequestError if it is incomplete."""

@@ -38,7 +38,7 @@ class InputPart(BaseModel):
     text: Text | None = Field(default=None, description="The text.")
     image_url: Text | None = Field(
         default=None,
-        description="Of an input_image: a data: URL with base64, or an address at one of --allowed-media-domains.",
+        description="Of an input_image: a data: URL with base64, an address at one of --allowed-media-domains, or a file:/// URL below --allowed-local-media-path.",
     )
     detail: Text | None = Field(default=None, description="Accepted, and not used: all images are brought to one size.")
 

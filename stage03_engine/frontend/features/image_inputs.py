@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from stage03_engine.config import VllmConfig
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.frontend.input_processor import InputHook
 from stage03_engine.messages import EngineCoreRequest
@@ -38,6 +39,14 @@ def places_of(pictures: Iterable[Picture], shape: ModelShape) -> tuple[int, ...]
     """How many each takes: `image_places`."""
     info = MULTIMODAL_REGISTRY.info(shape)
     return tuple(info.num_tokens(picture.width, picture.height) for picture in pictures)
+
+
+def check_count(count: int, config: VllmConfig, param: str) -> None:
+    """May a prompt have so many pictures? Raises InvalidRequestError."""
+    if count > (most := config.multimodal_config.most_images):
+        raise InvalidRequestError(
+            f"At most {most} image(s) may be provided in one prompt, got {count} (--limit-mm-per-prompt).", param
+        )
 
 
 def attach(request: EngineCoreRequest, pictures: Sequence[Picture], shape: ModelShape) -> MultiModalInputs:

@@ -9,7 +9,7 @@ from typing import Any
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import InvalidRequestError
-from stage03_engine.frontend.features.image_inputs import attach, places_of
+from stage03_engine.frontend.features.image_inputs import attach, check_count, places_of
 from stage03_engine.messages import EngineCoreRequest
 from stage03_engine.multimodal.registry import MULTIMODAL_REGISTRY, ProcessingInfo
 from stage03_engine.params.multimodal import Picture
@@ -27,6 +27,7 @@ class WithPictures:
         """What the request's SamplingParams get: how many places they need. Raises InvalidRequestError."""
         if config.shape.image_token is None:
             raise _wrong("this model takes text alone; leave the images out")
+        check_count(len(self.pictures), config, FIELD)
         info = MULTIMODAL_REGISTRY.info(config.shape)
         self.pictures = [as_picture(picture, info, FIELD) for picture in self.pictures]
         return {"image_places": places_of(self.pictures, config.shape)}
@@ -84,7 +85,8 @@ def as_picture(given: Any, info: ProcessingInfo, field: str) -> Picture:
     from stage03_engine.multimodal.picture import BROKEN, picture_of
 
     if not isinstance(given, Image.Image):
-        raise _wrong(f"a picture is a PIL.Image.Image, not {type(given).__name__}", field)
+        by_chat = "; LLM.chat takes addresses, as parts of type image_url" if isinstance(given, str) else ""
+        raise _wrong(f"a picture is a PIL.Image.Image, not {type(given).__name__}{by_chat}", field)
     try:
         info.resized_size(*given.size)
     except ValueError as error:

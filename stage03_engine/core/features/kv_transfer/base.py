@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from stage03_engine.core.features.kv_transfer.block_parts import num_workers
 from stage03_engine.core.request import Request
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ class KVConnectorWorker:
     """The worker's side. All methods are called in the thread that runs the steps; `save_in_thread` gives work to another one."""
 
     def __init__(self, runner: ModelRunner, config: VllmConfig) -> None:
-        self.runner = runner
+        self.runner, self._several = runner, num_workers(config) > 1
         self._thread = ThreadPoolExecutor(1, "kv-writer")
         self._saving: dict[Future[None], list[int]] = {}  # -> blocks
 
@@ -122,8 +123,14 @@ class KVConnectorWorker:
         """Nobody will ask for what was saved in these places."""
 
     def save_in_thread(self, blocks: list[int], save: Callable[..., None], *args: object) -> None:
-        """`save` reads these blocks in the thread, one call after another; what it raises ends the engine."""
-        self._saving[self._thread.submit(save, *args)] = blocks
+        """`save` reads these blocks in the thread, one call after another; what it raises ends the engine.
+
+        With several workers the step waits for that: only one of them says what is saved, and it speaks for all. Each runs the steps in order, so a block that
+        one has saved in a step is saved everywhere before a later step can name it."""
+        saving = self._thread.submit(save, *args)
+        self._saving[saving] = blocks
+        if self._several:
+            wait([saving])
 
     def get_finished(self, wait_seconds: float) -> list[int]:
         """The blocks that need not stay in use any more. If there are none, it may wait so long for one: there is nothing else to do."""

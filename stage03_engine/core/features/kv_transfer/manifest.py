@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _ROOM = "stage03_engine.core.features.kv_transfer."
 _OFFLOADING = _ROOM + "offloading:OffloadingConnectorScheduler"
+_FOLDER = _ROOM + "shared_storage:SharedStorageConnectorScheduler"
 COUNTS = {
     "external_prefix_cache_queries": "Tokens looked up by the KV connector: those that the prefix cache does not have.",
     "external_prefix_cache_hits": "Tokens found there.",
@@ -87,12 +88,9 @@ class KVTransferFlags:
                 "kv_transfer_config needs prefix_caching_hash_seed, the same at each start: without it the hashes begin with a random text, "
                 "and no block is found again"
             )
-        several = getattr(getattr(config, "parallel_config", None), "world_size", 1) > 1
-        if several and (transfer.path is not None or transfer.scheduler_side != _OFFLOADING):
-            raise ConfigError(
-                "kv_transfer_config is for one worker, unless its connector is OffloadingConnector without a folder: of several each has a part of a "
-                "block, and a file, or a connector of your own, has whole ones"
-            )
+        parallel = getattr(config, "parallel_config", None)
+        if parallel is not None and parallel.world_size > 1:
+            _check_workers(transfer, parallel.executor)
         if "generate" not in config.supported_tasks:
             raise ConfigError(f"{setting} is for models that generate text; leave it out for this one")
 
@@ -126,6 +124,21 @@ class KVTransferFlags:
             "scheduler": [_ROOM + "connector:KVConnectorHook"],
             "runner": [_ROOM + "block_copies:BlockCopiesHook"],
         }
+
+
+def _check_workers(transfer: KVTransferConfig, executor: str) -> None:
+    """Raises ConfigError for a connector that does not know that each of several workers has a part of every block, and for a folder of several engines that
+    must decide alike."""
+    if transfer.scheduler_side not in (_OFFLOADING, _FOLDER):
+        raise ConfigError(
+            "kv_transfer_config: with several workers, each of which has a part of every block, kv_connector must be SharedStorageConnector or "
+            "OffloadingConnector"
+        )
+    if transfer.path is not None and executor == "external_launcher":
+        raise ConfigError(
+            "kv_transfer_config: shared_storage_path cannot be combined with distributed_executor_backend external_launcher and several workers: each "
+            "process decides for itself, and one might have read a block that another has not; mp has one process that decides"
+        )
 
 
 FEATURE = Feature(

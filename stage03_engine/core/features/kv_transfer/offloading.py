@@ -10,40 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import psutil
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.features.kv_transfer.base import FullBlock, KVConnectorScheduler, Match, Transfers
+from stage03_engine.core.features.kv_transfer.block_parts import part_bytes
 from stage03_engine.core.features.kv_transfer.cpu_blocks import CPUBlocks
 from stage03_engine.core.features.kv_transfer.reader import ReadAhead, folder_reader
-from stage03_engine.core.kv_cache_size import kv_block_bytes
 from stage03_engine.core.request import Request
 from stage03_engine.core.scheduler import Scheduler
 from stage03_engine.errors import ConfigError
 
 
-def num_workers(config: VllmConfig) -> int:
-    """Each has its part of every block, and memory for as many."""
-    return getattr(getattr(config, "parallel_config", None), "world_size", 1)
-
-
-def whole_block_bytes(config: VllmConfig) -> int:
-    """What a block takes in the memories of all workers together; the same number from the engine's configuration and from each worker's."""
-    if num_workers(config) == 1:
-        return kv_block_bytes(config)
-    whole: Any = getattr(config.shape, "whole", config.shape)
-    slices = config.parallel_config.tensor_parallel_size
-    heads = max(whole.num_kv_heads, slices)  # of fewer heads than slices, each is on several workers
-    shape = replace(whole, num_kv_heads=heads)
-    return kv_block_bytes(replace(config, model_config=replace(config.model_config, shape=shape)))
-
-
 def num_cpu_blocks(config: VllmConfig) -> int:
-    """How many blocks there is room for. Raises ConfigError if that is none, or if the machine has less memory."""
-    size, block_bytes = config.kv_transfer_config.cpu_bytes, whole_block_bytes(config)
+    """How many blocks there is room for in the memories of all workers together. Raises ConfigError if that is none, or if the machine has less memory."""
+    size, block_bytes = config.kv_transfer_config.cpu_bytes, sum(part_bytes(config))
     if size > psutil.virtual_memory().total:
         raise ConfigError(
             f"there is not enough memory for {size} bytes of offloaded KV-cache blocks; lower --kv-offloading-size (cpu_bytes_to_use)"

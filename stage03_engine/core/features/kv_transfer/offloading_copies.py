@@ -7,20 +7,14 @@ are left out.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
 from torch import Tensor
 
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.features.kv_transfer.base import KVConnectorWorker
-from stage03_engine.core.features.kv_transfer.offloading import num_cpu_blocks, num_workers
-from stage03_engine.core.features.kv_transfer.shared_storage_copies import (
-    FolderWriter,
-    block_from_bytes,
-    block_to_bytes,
-)
-from stage03_engine.core.kv_cache_size import kv_block_bytes
+from stage03_engine.core.features.kv_transfer.offloading import num_cpu_blocks
+from stage03_engine.core.features.kv_transfer.shared_storage_copies import Folder
 from stage03_engine.core.model_runner import ModelRunner
 from stage03_engine.errors import ConfigError
 
@@ -31,11 +25,7 @@ class OffloadingConnectorWorker(KVConnectorWorker):
     def __init__(self, runner: ModelRunner, config: VllmConfig) -> None:
         super().__init__(runner, config)
         self._memory: list[Tensor] = []  # like the KV cache, with places for blocks
-        self._most_waiting = config.kv_transfer_config.buffer_bytes // kv_block_bytes(config)
-        self._folder = FolderWriter(config) if config.kv_transfer_config.path is not None else None
-        self._disk = ThreadPoolExecutor(1, "kv-disk")
-        self._waiting: set[Future[None]] = set()  # to be written to disk
-        self._several = num_workers(config) > 1
+        self._folder = Folder(config) if config.kv_transfer_config.path is not None else None
 
     def register_kv_caches(self) -> None:
         """Also of what drafts in the same blocks. What is in memory already stays there: the scheduler's side counts on it. Raises ConfigError."""
@@ -63,33 +53,25 @@ class OffloadingConnectorWorker(KVConnectorWorker):
                 cache[:, block].copy_(memory[:, place])
         for block, source in loads:
             if isinstance(source, bytes):
-                block_from_bytes(self.runner.kv_caches, block, source)
+                assert self._folder is not None
+                self._folder.load(self.runner.kv_caches, block, source)
 
     def save_kv_blocks(self, saves: Sequence[tuple[int, bytes, int]]) -> None:
-        """Copy them in the thread. With several workers the step waits for that: only one of them says what is saved, and it speaks for all. Each runs the
-        steps in order, so a block that one has saved in a step is saved everywhere before a later step can name it."""
+        """Copy them in the thread."""
         if saves:
             self.save_in_thread([block for block, *_ in saves], self._save, saves)
-            if self._several:
-                wait(self._saving)
 
     def _save(self, saves: Sequence[tuple[int, bytes, int]]) -> None:
         for cache, memory in zip(self._kv_caches, self._memory, strict=True):
             for block, _, place in saves:
                 memory[:, place].copy_(cache[:, block])
         for _, block_hash, place in saves:
-            self._waiting = {each for each in self._waiting if not each.done()}
-            if block_hash and len(self._waiting) < self._most_waiting:
-                data = block_to_bytes(self._memory, place)
-                self._waiting.add(self._disk.submit(self._write, block_hash, data))
-
-    def _write(self, block_hash: bytes, data: bytes) -> None:
-        assert self._folder is not None
-        if not self._folder.holds(block_hash):
-            self._folder.write(block_hash, data)
+            if block_hash and self._folder is not None:
+                self._folder.save_later(self._memory, place, block_hash)
 
     def shutdown(self) -> None:
         """Save what is left, and write it."""
         super().shutdown()
-        self._disk.shutdown()
+        if self._folder is not None:
+            self._folder.shutdown()
         self._memory = []

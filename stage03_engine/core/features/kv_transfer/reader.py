@@ -11,9 +11,9 @@ from typing import Protocol
 import msgspec
 
 from stage03_engine.config import VllmConfig
-from stage03_engine.core.features.kv_transfer.block_store import BlockStore
+from stage03_engine.core.features.kv_transfer.block_parts import part_bytes
+from stage03_engine.core.features.kv_transfer.block_store import WholeBlocks
 from stage03_engine.core.features.turns.turns import Asker, Turns
-from stage03_engine.core.kv_cache_size import kv_block_bytes
 from stage03_engine.core.request import Request
 from stagetrace.ids import root_of
 
@@ -54,7 +54,7 @@ class Reader(Protocol):
 class BlockReader:
     """Reads from a folder in a thread. All methods but the thread's own belong to one thread, the engine's."""
 
-    def __init__(self, store: BlockStore) -> None:
+    def __init__(self, store: WholeBlocks) -> None:
         self._store, self._lock, self._closed = store, Lock(), False
         self._turns: Turns[Reading] = Turns()
         self._thread = ThreadPoolExecutor(1, "kv-reader")
@@ -109,10 +109,10 @@ class BlockReader:
 
 def folder_reader(config: VllmConfig) -> BlockReader:
     """The reader of the folder of `--kv-transfer-config`. Raises ConfigError."""
-    store = BlockStore.of(config)
+    store = WholeBlocks(config)
     if store.only_of_others():
         logger.warning(
-            "%s has KV-cache blocks of other models or settings only (weights, number format, block size): none is found",
+            "%s has KV-cache blocks of other models or settings only (weights, number format, block size, how many workers): none is found",
             config.kv_transfer_config.path,
         )
     return BlockReader(store)
@@ -122,7 +122,7 @@ class ReadAhead:
     """What a reader has for requests that wait, in `kv_buffer_size` bytes: a request for whose blocks there is no memory is computed."""
 
     def __init__(self, config: VllmConfig, reader: Reader) -> None:
-        self._room, self._block_bytes = config.kv_transfer_config.buffer_bytes, kv_block_bytes(config)
+        self._room, self._block_bytes = config.kv_transfer_config.buffer_bytes, sum(part_bytes(config))
         self._reader = reader
         self._found: dict[str, Found] = {}
         self._reading: dict[str, Future[None]] = {}

@@ -1,0 +1,166 @@
+"""Another server with pictures, a folder with good and bad files, and the settings that say whether they are asked for."""
+
+from __future__ import annotations
+
+import http.server
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from small_llava import encoded, picture
+
+from stage03_engine.arg_utils import EngineArgs
+from stage03_engine.config import VllmConfig
+from stage03_engine.multimodal.manifest import MultiModalConfig
+
+OF_ENGINE = {field.name for field in fields(MultiModalConfig)}
+
+
+def apart(args: dict[str, Any], config: VllmConfig) -> tuple[dict[str, Any], VllmConfig]:
+    """(the settings of the server, those of the engine): `args` has both, `config` the model. Raises ConfigError."""
+    media = {name: value for name, value in args.items() if name in OF_ENGINE}
+    rest = {name: value for name, value in args.items() if name not in OF_ENGINE}
+    return rest, EngineArgs.from_kwargs(model=config.model_config.model, **media) if media else config
+
+
+class Files(http.server.BaseHTTPRequestHandler):
+    """Another server. `asked` are the paths and the Host headers."""
+
+    asked: list[tuple[str, str]]
+    file = encoded(picture(1))
+    silence = threading.Event()
+
+    def do_GET(self) -> None:
+        self.asked.append((self.path, self.headers["Host"]))
+        answer = {"/missing": 404, "/redirect": 302, "/inward": 301, "/not-modified": 304}.get(self.path, 200)
+        if self.path == "/silent":
+            self.silence.wait()
+            return
+        self.send_response(answer)
+        if answer in (301, 302):
+            self.send_header("Location", "/picture" if answer == 302 else "http://169.254.169.254/")
+        if self.path == "/compressed":
+            self.send_header("Content-Encoding", "gzip")
+        self.end_headers()
+        if self.path == "/endless":
+            try:
+                while True:
+                    self.wfile.write(b"\0" * 65536)
+            except OSError:
+                return
+        self.wfile.write(self.file)
+
+    def log_message(self, *args: Any) -> None:
+        """To nobody."""
+
+
+FAILING = {
+    "/missing": "its server says 404",
+    "/not-modified": "its server says 304",
+    "/redirect": "its server redirects, which is not followed",
+    "/inward": "its server redirects, which is not followed",
+    "/compressed": "its server compresses it",
+    "/endless": "(--max-image-bytes)",
+}
+"""Path -> what the client of a server that asks for it reads."""
+
+
+@contextmanager
+def serving_files() -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """(host:port, what it was asked)."""
+    asked: list[tuple[str, str]] = []
+    handler = type("Handler", (Files,), {"asked": asked, "silence": threading.Event()})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"localhost:{server.server_address[1]}", asked
+        finally:
+            handler.silence.set()  # type: ignore[attr-defined]
+            server.shutdown()
+            thread.join()
+
+
+# Files of this machine
+
+MOST_BYTES = 1 << 20
+
+
+def folder_of_files(above: Path) -> Path:
+    """A folder with a picture, some of its names odd, and with what must not be read, also beside it."""
+    folder = above / "media"
+    (folder / "deep" / "er").mkdir(parents=True)
+    (above / "media-too").mkdir()
+    for place in ("a.png", "deep/er/b.png", "with space ü%.png", "../secret.png", "../media-too/secret.png"):
+        (folder / place).write_bytes(encoded(picture(1)))
+    (folder / "link.png").symlink_to(folder / "a.png")
+    (folder / "out.png").symlink_to(above / "secret.png")
+    (folder / "out").symlink_to(above)
+    (folder / "round").symlink_to("round")
+    (folder / "zero").symlink_to("/dev/zero")
+    os.mkfifo(folder / "pipe")
+    with socket.socket(socket.AF_UNIX) as listening:
+        here = os.getcwd()
+        os.chdir(folder)  # the path of a socket is short
+        try:
+            listening.bind("socket")
+        finally:
+            os.chdir(here)
+    with (folder / "huge.png").open("wb") as file:
+        file.truncate(1 << 40)  # it takes no room, and would take hours to read
+    (folder / "one too many.png").write_bytes(b"\0" * (MOST_BYTES + 1))
+    (folder / "text.png").write_text("no picture")
+    return folder
+
+
+READABLE: dict[str, Callable[[Path], str]] = {
+    "plain": lambda folder: f"file://{folder}/a.png",
+    "this machine by name": lambda folder: f"file://localhost{folder}/a.png",
+    "below": lambda folder: f"FILE://{folder}/deep/er/b.png",
+    "quoted": lambda folder: f"file://{folder}/with%20space%20%C3%BC%25.png",
+    "quoted needlessly": lambda folder: f"file://{folder}/%61.png",
+}
+UNREADABLE: dict[str, tuple[Callable[[Path], str], str]] = {
+    "outside": (lambda folder: "file:///etc/passwd", "must be below the folder of --allowed-local-media-path"),
+    "beside": (lambda folder: f"file://{folder.parent}/secret.png", "must be below"),
+    "beside, with the same beginning": (lambda folder: f"file://{folder}-too/secret.png", "must be below"),
+    "the folder itself": (lambda folder: f"file://{folder}", "must be below"),
+    "the folder itself, with a slash": (lambda folder: f"file://{folder}/", "is no plain path"),
+    "root": (lambda folder: "file:///", "is no plain path"),
+    "up": (lambda folder: f"file://{folder}/../secret.png", "is no plain path"),
+    "up, quoted": (lambda folder: f"file://{folder}/%2e%2e/secret.png", "is no plain path"),
+    "up, quoted with its slash": (lambda folder: f"file://{folder}/deep%2f..%2f..%2fsecret.png", "is no plain path"),
+    "up, quoted twice": (lambda folder: f"file://{folder}/%252e%252e/secret.png", "is not there"),
+    "up with a backslash": (lambda folder: f"file://{folder}/..\\secret.png", "is not there"),
+    "up and back": (lambda folder: f"file://{folder}/deep/../a.png", "is no plain path"),
+    "a dot": (lambda folder: f"file://{folder}/./a.png", "is no plain path"),
+    "two slashes": (lambda folder: f"file://{folder}//a.png", "is no plain path"),
+    "a byte of zero": (lambda folder: f"file://{folder}/a.png%00.jpg", "is no plain path"),
+    "a link to a good file": (lambda folder: f"file://{folder}/link.png", "is not there, or cannot be read"),
+    "a link that leads out": (lambda folder: f"file://{folder}/out.png", "is not there, or cannot be read"),
+    "a link on the way": (lambda folder: f"file://{folder}/out/secret.png", "is not there, or cannot be read"),
+    "a link to itself": (lambda folder: f"file://{folder}/round", "is not there, or cannot be read"),
+    "a link to a device": (lambda folder: f"file://{folder}/zero", "is not there, or cannot be read"),
+    "a pipe": (lambda folder: f"file://{folder}/pipe", "is not there, or cannot be read"),
+    "a socket": (lambda folder: f"file://{folder}/socket", "is not there, or cannot be read"),
+    "a folder": (lambda folder: f"file://{folder}/deep", "is not there, or cannot be read"),
+    "a file as a folder": (lambda folder: f"file://{folder}/a.png/b.png", "is not there, or cannot be read"),
+    "nothing": (lambda folder: f"file://{folder}/c.png", "is not there, or cannot be read"),
+    "too long a name": (lambda folder: f"file://{folder}/{'c' * 5000}", "is not there, or cannot be read"),
+    "a terabyte": (lambda folder: f"file://{folder}/huge.png", f"at most {MOST_BYTES} "),
+    "one byte too many": (lambda folder: f"file://{folder}/one%20too%20many.png", f"at most {MOST_BYTES} "),
+    "no picture": (lambda folder: f"file://{folder}/text.png", "is none of PNG"),
+    "another machine": (lambda folder: f"file://example.org{folder}/a.png", "does not begin like file:///"),
+    "a relative path": (lambda folder: "file:a.png", "does not begin like file:///"),
+    "one slash": (lambda folder: "file:/", "is no plain path"),
+    "a question": (lambda folder: f"file://{folder}/a.png?x=1", "goes on behind the path"),
+    "a fragment": (lambda folder: f"file://{folder}/a.png#x", "goes on behind the path"),
+    "no URL": (lambda folder: "file://[", "is no URL"),
+    "half a character": (lambda folder: f"file://{folder}/\ud800", "is no URL"),
+}
+"""What a client asks for -> what it reads."""
