@@ -41,6 +41,7 @@ class P2pZmqConnectorScheduler(KVConnectorScheduler):
         self._kept: dict[str, int] = {}  # request -> the place of its blocks
         self._told: set[str] = set()  # requests whose place was told to somebody who will ask
         self._withdrawn: list[int] = []
+        self._ended: list[int] = []  # places of requests that have ended since the last step, and whose place was told
         self._asked: set[str] = set()  # requests whose blocks were asked for
         self._loads: list[tuple[int, bytes | int]] = []  # of the step that is being decided
         self._fetcher = self.make_fetcher(config) if transfer.loads else None
@@ -86,8 +87,8 @@ class P2pZmqConnectorScheduler(KVConnectorScheduler):
             for request, block, block_hash in full
             if params_of(request).get("do_remote_decode")
         ]
-        transfers = Transfers(self._loads, saves, self._withdrawn)
-        self._loads, self._withdrawn = [], []
+        transfers = Transfers(self._loads, saves, self._withdrawn, self._ended)
+        self._loads, self._withdrawn, self._ended = [], [], []
         return transfers
 
     def _place(self, request_id: str) -> int:
@@ -114,8 +115,8 @@ class P2pZmqConnectorScheduler(KVConnectorScheduler):
         """Of one that was aborted nobody will ask for blocks. What is on its way is given up, and the producer is told."""
         request_id = request.request_id
         place = self._kept.pop(request_id, None)
-        if place is not None and request_id not in self._told:
-            self._withdrawn.append(place)
+        if place is not None:
+            (self._ended if request_id in self._told else self._withdrawn).append(place)
         self._told.discard(request_id)
         if self._ahead is not None:
             self._ahead.drop(request_id)
