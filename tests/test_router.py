@@ -280,6 +280,8 @@ def test_the_three_recordings_belong_together(fleet: Fleet) -> None:
     assert {event.args["span"] for event in sent} == arrived.keys() and len(
         {event.pid for event in arrived.values()}
     ) == 2
+    answered = [event for event in run.named("router.answered") if event.req == "together"]
+    assert [event.cause for event in answered] == [event.ref for event in sent]
     [received] = [event for event in run.named("router.received") if event.req == "together"]
     assert {event.args["trace_id"] for event in arrived.values()} == {received.args["trace_id"]}
     assert [event for event in run.named("kv_p2p.received") if (event.req or "").startswith("cmpl-together")]

@@ -12,7 +12,6 @@ import pytest
 from server_under_test import InProcessServer, RecordingEcho, byte_config, events
 
 from stage02_server.features.kv_transfer_params.fields import KVTransferParams
-from stage02_server.features.kv_transfer_params.manifest import KVTransferParamsFlags
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.features.kv_transfer.connectors import ROLES, parse_kv_transfer_config
 from stage03_engine.errors import ConfigError
@@ -135,8 +134,9 @@ def test_peers_are_for_a_server_that_fetches() -> None:
     "peer", ["", "a", ":1", "a:", "a:0", "a:65536", "a:1x", "a b:1", "http://a:1", "a:１", "ä:1", "a:000001"]
 )
 def test_a_peer_is_an_address(peer: str) -> None:
+    config = config_of("kv_consumer")
     with pytest.raises(ConfigError, match="allowed_kv_transfer_peers takes HOST:PORT"):
-        KVTransferParamsFlags((peer,)).check()
+        InProcessServer(Told(config), config, allowed_kv_transfer_peers=(PEER, peer))
 
 
 WRONG = [

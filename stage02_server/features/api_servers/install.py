@@ -58,4 +58,4 @@ def install(app: FastAPI, services: Services) -> None:
     services.engine.stat_loggers.append(_Readiness())
     services.registry = MergedRegistry(services.registry, start.folder)
     if (tenants := getattr(app.state, "tenants", None)) is not None:
-        tenants.share_salts(start.secret)
+        tenants.share_salts(services.engine.vllm_config.cache_config.prefix_caching_hash_seed or start.secret)

@@ -63,5 +63,7 @@ def install(app: FastAPI, services: Services) -> None:
     keys = list(dict.fromkeys(services.args.api_key or ()))  # in the order of their numbers
     if len(keys) > 1:
         app.state.tenants = tenants = Tenants(services.engine, keys, services.args.shared_prefix_cache)
+        if (seed := services.engine.vllm_config.cache_config.prefix_caching_hash_seed) is not None:
+            tenants.share_salts(seed)  # what a key has cached elsewhere, or before, it finds
         services.engine.outgoing.append(tenants.send)
         asyncio.get_running_loop().set_default_executor(TurnsByKey())  # what `asyncio.to_thread` does is somebody's too

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any, LiteralString
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool, StrictInt, model_validator
 from pydantic_core import PydanticCustomError
 
-from stage02_server.features.kv_transfer_params.manifest import MOST_PORT
 from stage02_server.protocol_types import AnswerHook, RequestFields
 
 if TYPE_CHECKING:
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
     from stage02_server.serving_engine import EngineRequests, OpenAIServing
 
 PLACE_DIGITS = 16
+MOST_PORT = (1 << 16) - 1
 
 
 def _wrong(text: LiteralString) -> PydanticCustomError:

@@ -7,8 +7,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from stage02_server.api_server import Services
-from stage02_server.features.kv_transfer_params.fields import PLACE_DIGITS, KVTransferParams
-from stage02_server.features.kv_transfer_params.manifest import peer_of
+from stage02_server.features.kv_transfer_params.fields import MOST_PORT, PLACE_DIGITS, KVTransferParams
 from stage02_server.protocol_types import AnswerHook
 from stage02_server.serving_engine import EngineRequests, OpenAIServing
 from stage03_engine.config import VllmConfig
@@ -71,15 +70,21 @@ class KVTransferHook(AnswerHook):
             response.kv_transfer_params = self._params
 
 
+def peer_of(text: str) -> tuple[str, int]:
+    """`127.0.0.1:14579` or `[::1]:14579` -> host and port. Raises ConfigError."""
+    host, _, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]").lower()
+    is_port = port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) <= MOST_PORT
+    if not host or not is_port or not host.isascii() or not host.isprintable() or " " in host or "/" in host:
+        raise ConfigError(f"allowed_kv_transfer_peers takes HOST:PORT, such as 127.0.0.1:14579, not {text[:200]!r}")
+    return host, int(port)
+
+
 def install(app: FastAPI, services: Services) -> None:
-    """Each API key has the same salt on all servers with one --prefix-caching-hash-seed: its blocks are found there, and by no other key.
-    Raises ConfigError for peers without a connector that fetches."""
-    config = services.engine.vllm_config
-    keeps, fetches = roles_of(config)
-    if services.args.allowed_kv_transfer_peers and not fetches:
+    """Raises ConfigError for what is no address, and for peers without a connector that fetches."""
+    for peer in services.args.allowed_kv_transfer_peers:
+        peer_of(peer)
+    if not roles_of(services.engine.vllm_config)[1]:
         raise ConfigError(
             "allowed_kv_transfer_peers needs kv_transfer_config with P2pZmqConnector and the role kv_consumer or kv_both"
         )
-    tenants = getattr(app.state, "tenants", None)
-    if tenants is not None and (keeps or fetches):
-        tenants.share_salts(config.cache_config.prefix_caching_hash_seed)

@@ -75,6 +75,7 @@ class Journey:
     body: Body
     ids: Ids
     send: Send
+    sent: str | None = None  # the trace event of the newest request to a server
     deaths: int = 0  # of servers that had it
     refusal: Response | None = None  # of the last server that cannot take it now
     refused_by: set[Server] = field(default_factory=set)
@@ -207,7 +208,7 @@ class Proxy:
         """A server's answer, of which the header has come. Raises what GONE names."""
         span, ids = secrets.token_hex(8), journey.ids
         if trace.on:
-            trace.emit(
+            journey.sent = trace.emit(
                 "router.sent",
                 req=ids.request,
                 role=server.role,
@@ -236,8 +237,8 @@ class Proxy:
         if trace.on:
             req, role = journey.ids.request, server.role
             trace.emit(
-                "router.answered", req=req, role=role, url=server.url, status=status, is_kept=is_kept, message=message
-            )
+                "router.answered", req=req, cause=journey.sent, role=role, url=server.url, status=status, is_kept=is_kept, message=message,
+            )  # fmt: skip
 
     async def _is_lost(self, server: Server, journey: Journey, error: Exception) -> None:
         """Is it gone, or was it only this connection?"""
