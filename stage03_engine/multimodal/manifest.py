@@ -169,7 +169,7 @@ def _check_media(config: VllmConfig) -> None:
     info, media = _info(config), config.multimodal_config
     modalities = () if info is None else info.modalities
     for name, count in (media.limit_mm_per_prompt or {}).items():
-        if name not in modalities:
+        if name not in modalities and count != 0:  # "video": 0 is what people write for models that would take some
             raise ConfigError(
                 f"limit_mm_per_prompt: {name!r} is none of what this model takes: {', '.join(modalities)}"
             )

@@ -224,7 +224,7 @@ def test_how_many(serve: Callable[..., InProcessServer]) -> None:
     assert server.post(CHAT, chat(*[image(1)] * DEFAULT_LIMIT)).status_code == 200
     none = serve(limit_mm_per_prompt={"image": 0})
     assert "At most 0 image(s)" in refusal(none, chat(image(1)))
-    two = serve(limit_mm_per_prompt={"image": 2})
+    two = serve(limit_mm_per_prompt={"image": 2, "video": 0})
     assert two.post(CHAT, chat(image(1), image(2))).status_code == 200
     assert "At most 2 image(s)" in refusal(two, {"messages": [{"role": "user", "content": [image(1)]}] * 3})
 

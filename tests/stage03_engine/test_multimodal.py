@@ -508,7 +508,7 @@ def test_a_recording_is_decided_again(more: dict[str, Any], folder: Path, tmp_pa
 def test_what_the_trace_shows(folder: Path, tmp_path: Path) -> None:
     events = recorded(folder, tmp_path, max_num_batched_tokens=19, max_num_seqs=8)
     found = {event.name for event in events}
-    assert set(FEATURE.events) <= found
+    assert set(FEATURE.events) - {"mrope.positions"} <= found  # a Llama has none
     scheduled = [(event.req, event.step, event.args["image"]) for event in events if event.name == "encoder.scheduled"]
     assert scheduled == [
         (event.req, event.step, event.args["image"]) for event in events if event.name == "encoder.encoded"

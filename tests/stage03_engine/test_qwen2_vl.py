@@ -232,6 +232,25 @@ def test_recorded_steps_serve_what_follows_a_picture(folder: Path, expected: dic
     assert engine.answer(engine.request(*PROMPTS["one, in between"])) == [expected["one, in between"]]
     assert dims == [1] * 7
     engine.core.shutdown()
+    engine = SeeingEngine(folder, attention_backend="native", max_num_batched_tokens=5, max_num_seqs=5)
+    hook = next(hook for hook in engine.core.executor.worker.model_runner.hooks if hasattr(hook, "graphs"))  # type: ignore[attr-defined]
+    replay, dims[:] = hook.graphs.forward, []
+    hook.graphs.forward = lambda ids, at, metadata: dims.append(at.dim()) or replay(ids, at, metadata)  # type: ignore[func-returns-value]
+    assert engine.answer(engine.request(*PROMPTS["one, in between"])) == [expected["one, in between"]]
+    assert len(dims) > 7 + 1 and set(dims) == {1}, "the text around the picture is a text"
+    engine.core.shutdown()
+
+
+def test_requests_that_have_gone_leave_nothing(engine: SeeingEngine) -> None:
+    hook = next(hook for hook in engine.core.executor.worker.model_runner.hooks if hasattr(hook, "_positions"))  # type: ignore[attr-defined]
+    engine.answer(engine.request(*PROMPTS["one, first"]))
+    for name in SEVERAL:
+        engine.core.add_request(engine.request(*PROMPTS[name], max_tokens=50))
+    engine.core.step()
+    assert len(hook._positions) == len(SEVERAL) - 1
+    engine.core.abort_requests(list(engine.core.scheduler.requests))
+    engine.answer(engine.request(*PROMPTS["none"]))
+    assert not hook._positions
 
 
 def test_a_chunk_may_end_within_a_picture(folder: Path, expected: dict[str, list[int]]) -> None:
@@ -598,7 +617,7 @@ def broken_offset(request: EngineCoreRequest) -> None:
 
 def no_whole_units(request: EngineCoreRequest) -> None:
     shown = request.task.features[0]
-    shown.width, shown.height = shown.width * 5 // 4, shown.height * 4 // 5
+    shown.width, shown.height = shown.width // 2, shown.height * 2  # 20 x 64: as many bytes
 
 
 def no_size(request: EngineCoreRequest) -> None:

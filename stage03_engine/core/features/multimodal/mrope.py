@@ -48,17 +48,16 @@ class MRopeForCausalLM(LlamaForCausalLM):
 
 
 class Positions(NamedTuple):
-    """Those of a request: of its first places, up to the end of its last picture, and what the number of any later place is greater by."""
+    """Those of a request."""
 
-    first: np.ndarray  # [num_places, 3] int64
-    delta: int  # vLLM: mrope_position_delta
+    first: np.ndarray  # [num_places, 3] int64: up to the end of its last picture
+    delta: int  # to be added to the number of any later place (vLLM: mrope_position_delta)
 
     def between(self, begin: int, end: int) -> np.ndarray:
         """Of the places from `begin` up to `end`: [end - begin, 3], or [end - begin] if all have one number."""
         later = np.arange(max(begin, len(self.first)), end) + self.delta
-        if begin >= len(self.first):
-            return later
-        return np.concatenate([self.first[begin:end], with_components(later)])
+        found = np.concatenate([self.first[begin:end], with_components(later)])
+        return found[:, 0] if (found == found[:, :1]).all() else found
 
 
 def with_components(positions: np.ndarray) -> np.ndarray:
@@ -108,7 +107,8 @@ class MRopeHook(RunnerHook):
             trace.emit("mrope.positions", req=new.request_id, places=len(found.first), delta=found.delta)
 
     def prepared(self, inputs: StepInputs, scheduler_output: SchedulerOutput) -> None:
-        """Positions that are not the numbers of places. Those stay what blocks and masks go by."""
+        """Positions that are not the numbers of places. Those stay what blocks and masks go by. A recorded step has one number for each token;
+        one with places of pictures is not replayed anyway, since it has rows that are no token's (rows.py)."""
         scheduled = scheduler_output.num_scheduled_tokens
         if self._positions.keys().isdisjoint(scheduled):
             return
@@ -118,7 +118,6 @@ class MRopeHook(RunnerHook):
             of = self._positions.get(request_id, _TEXT)
             pieces.append(of.between(end - count, end))
         if any(piece.ndim == 2 for piece in pieces):
-            inputs.replayable = False  # a recorded step has one number for each token
             pieces = [with_components(piece) for piece in pieces]
         inputs.positions = to_device([np.concatenate(pieces)], inputs.positions.device)[0]
 
