@@ -75,6 +75,15 @@ class _OneOperation:
     def __init__(self, model: int, layer: int) -> None:
         self._model, self._layer = model, layer
 
+    @property
+    def within(self) -> Callable[..., Tensor]:
+        """The attention that the operation calls; whoever stands in for it for a while puts its own here."""
+        return _steps[self._model].layers[self._layer]
+
+    @within.setter
+    def within(self, own: Callable[..., Tensor]) -> None:
+        _steps[self._model].layers[self._layer] = own
+
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, kv_cache: None, metadata: None, scale: float, window: int | None, rotation: Any
     ) -> Tensor:  # fmt: skip

@@ -36,6 +36,10 @@ class CompilationConfig:
     mode: int = internal(0)
     backend: str = internal("inductor")
     cache_dir: str | None = internal(None)
+    cudagraph_mode: str | None = internal(None)
+    cudagraph_capture_sizes: tuple[int, ...] | None = internal(None)
+    max_cudagraph_capture_size: int | None = internal(None)
+    cudagraph_simulate: bool = internal(False)
 
 
 @dataclass(frozen=True)
