@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from stage03_engine.args.fields import option
 from stage03_engine.errors import ConfigError
@@ -37,14 +36,6 @@ RECORDABLE = ("torch", "reference", "triton-interpret")
 
 class CudaGraphFlags:
     """Part of VllmConfig."""
-
-    @staticmethod
-    def detect(values: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-        """A simulation sees torch's operations and Triton's kernels."""
-        given = values.get("compilation_config")
-        if not isinstance(given, dict) or given.get("cudagraph_simulate") is not True or values["device"] != "cpu":
-            return {}
-        return dict.fromkeys(("linear_backend", "attention_backend"), ("torch", "cudagraph_simulate"))
 
     @staticmethod
     def check(config: VllmConfig) -> None:

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library.custom_ops import OPDEFS
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
@@ -115,18 +116,18 @@ class _Recorder(TorchDispatchMode):
         self._first = len(self._own)
 
     @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """As in native's recorder: torch shall not import its compiler to look at this class."""
-        return False
+    def ignore_compile_internals(cls) -> bool:
+        """Asked by torch. True: what torch.compile has made runs, and is seen operation by operation, where its backend left any."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, program = kwargs or {}, self.program
         if self._busy:
             return func(*args, **kwargs)
         name = func._schema.name
-        if not name.startswith("aten::"):  # it consists of operations that are seen one by one
+        if (custom := OPDEFS.get(name)) is not None:  # a function of Python's, whose operations are seen one by one
             with self:
-                return func(*args, **kwargs)
+                return custom._init_fn(*args, **kwargs)
         if program is None:
             return func(*args, **kwargs)
         self._refuse(func, name, args)
@@ -219,8 +220,7 @@ def _seen(recorder: _Recorder) -> Iterator[None]:
         native: Any = sys.modules.get("stage04_kernels.backends.native.library")
         if native is not None:
             put(native.recording, "to", _refuse_native)
-        with recorder:
-            yield
+        yield
     finally:
         for owner, name, value in reversed(changed):
             delattr(owner, name) if value is None else setattr(owner, name, value)
@@ -243,7 +243,7 @@ class SimulatedGraphs:
         recorder = self._recorder
         recorder.start()
         self._programs = []
-        with _seen(recorder):
+        with _seen(recorder), ExitStack() as self._entered:
             try:
                 yield
             finally:
@@ -255,7 +255,9 @@ class SimulatedGraphs:
             run()
 
     def begin(self) -> None:
-        """From now on what runs is recorded."""
+        """From now on what runs is recorded. What runs before is not looked at: torch.compile would compile the look, too."""
+        if not self._programs:
+            self._entered.enter_context(self._recorder)
         self._recorder.program = _Program()
 
     def end(self) -> Replay:
