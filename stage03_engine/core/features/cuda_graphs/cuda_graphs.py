@@ -18,7 +18,6 @@ from torch import Tensor
 
 from stage03_engine.core.features.cuda_graphs.modes import WARM_UPS
 from stage04_kernels.attention import AttentionMetadata
-from stage04_kernels.sampler import SamplingMetadata
 
 Run = Callable[[], Tensor]
 Capture = Callable[[Run], Run]

@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from stage03_engine.config import VllmConfig
-from stage03_engine.core.features.cuda_graphs.cuda_graphs import CudaGraphs, DecodeGraphs, Graphs, Run, free_bytes, whole
+from stage03_engine.core.features.cuda_graphs.cuda_graphs import (
+    CudaGraphs,
+    DecodeGraphs,
+    Graphs,
+    Run,
+    free_bytes,
+    whole,
+)
 from stage03_engine.core.features.cuda_graphs.modes import FULL, NONE, PIECEWISE
 from stage03_engine.core.features.cuda_graphs.piecewise import PiecewiseGraphs
 from stage03_engine.core.features.cuda_graphs.plan import Plan
@@ -122,7 +129,9 @@ class CudaGraphHook(RunnerHook):
         max_blocks, device = self.runner.batch.block_table.shape[1], self.runner.device
         return DecodeGraphs(self._decode, kv_caches, max_blocks, self.config.max_model_len, sizes, device, capture)
 
-    def _decode(self, input_ids: Tensor, positions: Tensor, kv_caches: list[Tensor], metadata: AttentionMetadata) -> Tensor:
+    def _decode(
+        self, input_ids: Tensor, positions: Tensor, kv_caches: list[Tensor], metadata: AttentionMetadata
+    ) -> Tensor:
         """What a graph of a decode step holds."""
         hidden: Tensor = self.runner.model(input_ids, positions, kv_caches, metadata)
         if self.sampler is not None and self._settings is not None:
@@ -147,7 +156,11 @@ class CudaGraphHook(RunnerHook):
             return Choice(NONE, 0, why)
         if count > self.pieces.largest:
             return Choice(NONE, 0, f"{count} tokens, more than the largest size, {self.pieces.largest}")
-        return Choice(PIECEWISE, self.pieces.size_of(count), why if mixed or self.full is not None else "one token for each request")
+        return Choice(
+            PIECEWISE,
+            self.pieces.size_of(count),
+            why if mixed or self.full is not None else "one token for each request",
+        )
 
     def forward(self, inputs: StepInputs, run: Callable[[StepInputs], Tensor]) -> Tensor:
         """Replay a step, whole or in pieces, or let it run."""

@@ -94,7 +94,9 @@ class PiecewiseGraphs:
         """All pieces of a step of so many tokens. Attention is left out meanwhile: its place holds zeros."""
         step, recording = _Step(self._positions), False
 
-        def attend(own: AttentionBackend, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, *more: Any) -> Tensor:
+        def attend(
+            own: AttentionBackend, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, *more: Any
+        ) -> Tensor:
             place = self._crossing(query, key)
             torch.cat((query, key, value), dim=1, out=place.read[: len(query)])
             if recording:

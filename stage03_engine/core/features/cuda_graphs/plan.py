@@ -6,7 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from stage03_engine.core.features.cuda_graphs.modes import (
-    FULL_AND_PIECEWISE, FULL_DECODE_ONLY, NONE, PIECEWISE, WARM_UPS, decode_sizes, piece_sizes,
+    FULL_AND_PIECEWISE,
+    FULL_DECODE_ONLY,
+    NONE,
+    PIECEWISE,
+    WARM_UPS,
+    decode_sizes,
+    piece_sizes,
 )  # fmt: skip
 
 if TYPE_CHECKING:
@@ -37,7 +43,10 @@ class Plan:
         alone = getattr(getattr(config, "parallel_config", None), "world_size", 1) == 1
         if device.enforce_eager or layers:
             mode = NONE
-        sizes, most = getattr(asked, "cudagraph_capture_sizes", None), getattr(asked, "max_cudagraph_capture_size", None)
+        sizes, most = (
+            getattr(asked, "cudagraph_capture_sizes", None),
+            getattr(asked, "max_cudagraph_capture_size", None),
+        )
         # A level is a wish: what it cannot have is left out. What `cudagraph_mode` asks for was checked.
         in_pieces = mode in (PIECEWISE, FULL_AND_PIECEWISE) and alone and getattr(asked, "mode", 0) != 1
         full = mode in (FULL_DECODE_ONLY, FULL_AND_PIECEWISE) and device.attention_backend in WHOLE
@@ -64,9 +73,15 @@ class Plan:
         """(name, what is recorded, what it takes), for the start's log and for `--dry-run`."""
         parts = []
         if self.pieces:
-            parts.append(f"mixed steps of {len(self.pieces)} sizes up to {self.pieces[-1]} tokens in {self.num_layers + 1} pieces each")
+            parts.append(
+                f"mixed steps of {len(self.pieces)} sizes up to {self.pieces[-1]} tokens in {self.num_layers + 1} pieces each"
+            )
         if self.full:
             whole = "with the sampler" if self.sampler else "without the sampler"
             parts.append(f"decode steps of {len(self.full)} sizes up to {self.full[-1]} requests, {whole}")
         name = "CUDA graphs, simulated" if self.simulate else "CUDA graphs"
-        return name, f"{self.num_graphs} graphs: {'; '.join(parts)}", f"{self.mode}: {self.num_runs} runs of the model before the first request"
+        return (
+            name,
+            f"{self.num_graphs} graphs: {'; '.join(parts)}",
+            f"{self.mode}: {self.num_runs} runs of the model before the first request",
+        )

@@ -51,7 +51,7 @@ class FixedSettings:
 class GraphSampler:
     """What the graphs left of the step that runs: its logits and its tokens, for whoever asks with the same hidden states and settings.
 
-    Invariant: tokens are handed out only if neither hidden states, logits nor settings were exchanged since the replay, which their identity shows."""
+    Invariant: tokens are handed out only if neither hidden states, logits nor settings were exchanged since the replay, which the identity of the tensors shows."""
 
     def __init__(self, compute_logits: Callable[[Tensor], Tensor], sampler: Sampler, kernels: SamplerKernels) -> None:
         self._compute_logits, self._sampler, self._kernels = compute_logits, sampler, kernels
@@ -81,7 +81,7 @@ class GraphSampler:
 
     def sample(self, logits: Tensor, metadata: SamplingMetadata, backend: str = "torch") -> SamplerOutput:
         """In the place of `sample`."""
-        if self._tokens is None or logits is not self._logits or metadata is not self._metadata:
+        if self._tokens is None or logits is not self._logits or not self._drew_with(metadata):
             return self._sampler(logits, metadata, backend)
         if metadata.max_num_logprobs is None:
             return SamplerOutput(self._tokens)
@@ -89,3 +89,13 @@ class GraphSampler:
         if metadata.named:
             likely, logprobs = report_named(logits, likely, logprobs, metadata.named)
         return SamplerOutput(self._tokens, likely, logprobs, ranks)
+
+    def _drew_with(self, metadata: SamplingMetadata) -> bool:
+        """Did the graph draw with these settings, and does nothing else change the logits?"""
+        own = self._metadata
+        if own is None or metadata.rules is not None or metadata.before or metadata.after_temperature:
+            return False
+        ours, theirs = (
+            (each.temperature, each.top_k, each.top_p, each.min_p, *each.noise_keys) for each in (own, metadata)
+        )  # fmt: skip
+        return all(one is other for one, other in zip(ours, theirs))

@@ -130,6 +130,9 @@ class _Recorder(TorchDispatchMode):
                 return custom._init_fn(*args, **kwargs)
         if program is None:
             return func(*args, **kwargs)
+        if func._can_decompose():  # so does an operation that torch composes of others
+            with self:
+                return func.decompose(*args, **kwargs)
         self._refuse(func, name, args)
         before = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
         result = func(*args, **kwargs)
@@ -161,10 +164,14 @@ class _Recorder(TorchDispatchMode):
             self._busy = was
 
     def _refuse(self, func: Any, name: str, args: Any) -> None:
-        by_mask = any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in _indices(args))
+        by_mask = any(
+            isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in _indices(args)
+        )
         if torch.Tag.data_dependent_output in func.tags:
             raise GraphError(f"{name} waits for the device and gives its numbers to Python, which runs only once")
-        if by_mask or (torch.Tag.dynamic_output_shape in func.tags and name not in ("aten::index", "aten::_unsafe_index")):
+        if by_mask or (
+            torch.Tag.dynamic_output_shape in func.tags and name not in ("aten::index", "aten::_unsafe_index")
+        ):
             raise GraphError(f"{name} gives a tensor whose size depends on numbers")
 
     def _kept(self, tree: Any) -> Any:
@@ -216,7 +223,11 @@ def _seen(recorder: _Recorder) -> Iterator[None]:
             put(torch, name, refuses(f"torch.{name}", getattr(torch, name)))
         if (triton := sys.modules.get("triton.runtime.interpreter")) is not None:
             call = triton.GridExecutor.__call__
-            put(triton.GridExecutor, "__call__", lambda executor, *args, **kwargs: recorder.launched(executor, call, args, kwargs))
+            put(
+                triton.GridExecutor,
+                "__call__",
+                lambda executor, *args, **kwargs: recorder.launched(executor, call, args, kwargs),
+            )
         native: Any = sys.modules.get("stage04_kernels.backends.native.library")
         if native is not None:
             put(native.recording, "to", _refuse_native)
@@ -272,8 +283,7 @@ def check_again(replays: list[Replay], record: Callable[[SimulatedGraphs], Any])
     """Record once more, and raise GraphError where Python would now run something else than what the graphs hold: another operation, another
     number of Python's, or a tensor at another address."""
     graphs = SimulatedGraphs()
-    with graphs.session():
-        record(graphs)
+    record(graphs)
     held: list[Any] = [getattr(replay, "__self__", None) for replay in replays]
     if len(held) != len(graphs._programs):
         raise GraphError(f"Python would now record {len(graphs._programs)} graphs, not {len(held)}")
@@ -281,6 +291,10 @@ def check_again(replays: list[Replay], record: Callable[[SimulatedGraphs], Any])
         for was, now in zip(old.operations, new.operations):
             if was.note != now.note:
                 at = next((place for place, (a, b) in enumerate(zip(was.note, now.note)) if a != b), 0)
-                raise GraphError(f"graph {number}: Python would now run {now.name} with {now.note[at:]}, not {was.name} with {was.note[at:]}")
+                raise GraphError(
+                    f"graph {number}: Python would now run {now.name} with {now.note[at:]}, not {was.name} with {was.note[at:]}"
+                )
         if len(old.operations) != len(new.operations):
-            raise GraphError(f"graph {number}: Python would now run {len(new.operations)} operations, not {len(old.operations)}")
+            raise GraphError(
+                f"graph {number}: Python would now run {len(new.operations)} operations, not {len(old.operations)}"
+            )
