@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +101,8 @@ def check_python() -> None:
     hook = HOOKS[-1]
     if hook.pieces is not None:
         for size in hook.plan.pieces:
-            pieces = hook.pieces
-            check_again(pieces.replays(size), lambda graphs, size=size: pieces.record(size, graphs))
+            record = partial(hook.pieces.record, size)
+            check_again(hook.pieces.replays(size), record)
     for recorded in hook.full._recorded.values() if hook.full is not None else ():
         check_again(recorded.replay.replays, lambda graphs, run=recorded.run: cuda_graphs.whole(graphs, run))
 

@@ -54,7 +54,8 @@ class CudaGraphs:
         torch.cuda.synchronize()
         gc.collect()
         torch.cuda.empty_cache()
-        was, _ = gc.isenabled(), gc.disable()
+        was = gc.isenabled()
+        gc.disable()
         self._stream.wait_stream(torch.cuda.current_stream())
         try:
             with torch.cuda.stream(self._stream):

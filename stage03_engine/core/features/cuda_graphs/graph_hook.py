@@ -29,7 +29,7 @@ from stage03_engine.core.input_batch import StepInputs
 from stage03_engine.core.model_runner import ModelRunner
 from stage03_engine.core.sched_output import SchedulerOutput
 from stage04_kernels.attention import AttentionMetadata, load
-from stage04_kernels.sampler import FUSED
+from stage04_kernels.sampler import FUSED, SamplingMetadata
 from stagetrace import trace
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class CudaGraphHook(RunnerHook):
             if self.sampler is not None:  # those who ask for logits and tokens get the graph's
                 runner.model.compute_logits = self.sampler.compute_logits  # type: ignore[method-assign]
                 runner.sampler = self.sampler.sample
-                runner.sampling_metadata = self._sampling_metadata(runner.sampling_metadata)  # type: ignore[method-assign]
+                runner.sampling_metadata = self._sampling_metadata(runner.sampling_metadata)  # type: ignore[assignment, method-assign]
             self._report("cuda", plan.full, len(plan.full), started)
 
     def _with_sampler(self) -> None:
@@ -191,8 +191,10 @@ class CudaGraphHook(RunnerHook):
             self.sampler.remember(hidden, logits[:count], tokens[:count], metadata)
         return hidden
 
-    def _sampling_metadata(self, make: Callable[[StepInputs], Any]) -> Callable[[StepInputs], Any]:
-        def settings(inputs: StepInputs) -> Any:
+    def _sampling_metadata(
+        self, make: Callable[[StepInputs], SamplingMetadata]
+    ) -> Callable[[StepInputs], SamplingMetadata]:
+        def settings(inputs: StepInputs) -> SamplingMetadata:
             assert self.sampler is not None
             return self.sampler.settings(lambda: make(inputs))
 

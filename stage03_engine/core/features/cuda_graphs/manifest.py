@@ -42,12 +42,18 @@ class CudaGraphFlags:
         """Raises ConfigError for what cannot be recorded as `--compilation-config` asks."""
         asked, device = getattr(config, "compilation_config", None), config.device_config
         mode, simulate = getattr(asked, "cudagraph_mode", None), getattr(asked, "cudagraph_simulate", False)
-        given = getattr(asked, "compilation_config", None) or {}
-        if mode in (None, NONE) or not (simulate or given.get("cudagraph_mode")):  # a level takes what it can have
+        given = (getattr(asked, "compilation_config", None) or {}).get("cudagraph_mode")
+        if given and mode is None and given != NONE:
+            logger.warning(
+                "cudagraph_mode %s has no effect on a CPU; cudagraph_simulate shows there what it would do", given
+            )
+        if mode in (None, NONE) or not (simulate or given):  # a level takes what it can have
             return
         if device.enforce_eager:
             logger.warning("cudagraph_mode %s has no effect with enforce_eager", mode)
             return
+        if str(given).upper() == "FULL":
+            logger.warning("cudagraph_mode FULL becomes %s: mixed steps cannot be recorded whole here", mode)
         backend, model = device.attention_backend, config.model_config
         whole = mode in (FULL_DECODE_ONLY, FULL_AND_PIECEWISE)
         kernels = ("triton-interpret",) if simulate else ("triton",)
@@ -56,6 +62,7 @@ class CudaGraphFlags:
             (simulate and backend not in RECORDABLE, f"attention_backend {backend}", "a simulation sees torch's operations and Triton's kernels alone"),
             (simulate and getattr(device, "linear_backend", "torch") != "torch", "linear_backend other than torch", "a simulation does not see its products"),
             (simulate and getattr(model, "quantization", None) is not None, "quantization", "a simulation does not see its products"),
+            (simulate and getattr(asked, "mode", 0) and getattr(asked, "backend", "") == "inductor", "backend inductor", "a simulation does not see its loops; take eager or aot_eager"),
             (simulate and getattr(model, "enable_sleep_mode", False), "enable_sleep_mode", "a recorded step would go on reading memory that was given back"),
             (whole and backend not in kernels, f"attention_backend {backend}", f"a decode step is recorded whole with {kernels[0]} alone; PIECEWISE takes any"),
             (mode != FULL_DECODE_ONLY and getattr(asked, "mode", 0) == 1, "mode 1", "where torch.compile breaks its graphs, nothing can be cut; take mode 0 or 3"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,13 +18,12 @@ KEYS = ("cudagraph_mode", "cudagraph_capture_sizes", "max_cudagraph_capture_size
 """Of `--compilation-config`. The last one is our own."""
 MOST_SIZE, MOST_SIZES = 65_536, 512
 WARM_UPS = 2  # runs before a graph is recorded: they compile kernels and fill the allocator's pools
-logger = logging.getLogger(__name__)
 
 
 def graphs_of(given: Mapping[str, Any], level: int | None, device: str) -> dict[str, Any]:
     """The internal fields of CompilationConfig that are about graphs; the JSON's mode goes before a level. Raises ConfigError that names the key."""
     simulate, mode, most = given.get("cudagraph_simulate"), given.get("cudagraph_mode"), given.get(KEYS[2])
-    if simulate not in (None, False, True):
+    if simulate is not None and not isinstance(simulate, bool):
         raise _wrong("cudagraph_simulate", "true or false", simulate)
     if isinstance(mode, str):
         mode = mode.upper()
@@ -38,12 +36,8 @@ def graphs_of(given: Mapping[str, Any], level: int | None, device: str) -> dict[
     elif mode is None and simulate:
         mode = PIECEWISE
     elif device == "cpu" and mode != NONE and not simulate:
-        logger.warning(
-            "compilation_config: cudagraph_mode %s has no effect on a CPU; cudagraph_simulate shows there what it would do", mode
-        )  # fmt: skip
         mode = None
     if mode == FULL:
-        logger.warning("cudagraph_mode FULL becomes %s: mixed steps cannot be recorded whole here", FULL_AND_PIECEWISE)
         mode = FULL_AND_PIECEWISE
     if most is not None and not _is_size(most):
         raise _wrong(KEYS[2], f"a number of tokens up to {MOST_SIZE}", most)

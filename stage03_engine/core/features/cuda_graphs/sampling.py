@@ -59,10 +59,14 @@ class GraphSampler:
 
     def forget(self) -> None:
         """The next step was not replayed."""
-        self._hidden = self._logits = self._tokens = None
+        self._hidden: Tensor | None = None
+        self._logits: Tensor | None = None
+        self._tokens: Tensor | None = None
         self._metadata: SamplingMetadata | None = None
 
-    def remember(self, hidden: Tensor, logits: Tensor, tokens: Tensor, metadata: SamplingMetadata | None) -> None:
+    def remember(
+        self, hidden: Tensor, logits: Tensor, tokens: Tensor, metadata: SamplingMetadata | None
+    ) -> None:  # fmt: skip
         """A step was replayed; `metadata` None: its settings were not known, so the tokens do not count."""
         self._hidden, self._logits, self._tokens, self._metadata = hidden, logits, tokens, metadata
 
@@ -71,9 +75,10 @@ class GraphSampler:
         logits = self._compute_logits(hidden)
         return logits, self._kernels.draw(logits, settings, None)
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """In the place of the model's own."""
-        return self._logits if self._logits is not None and hidden is self._hidden else self._compute_logits(hidden)
+        replayed = self._logits is not None and hidden_states is self._hidden
+        return self._logits if replayed and self._logits is not None else self._compute_logits(hidden_states)
 
     def settings(self, make: Callable[[], SamplingMetadata]) -> SamplingMetadata:
         """Those that the graph has read, else new ones."""

@@ -51,7 +51,7 @@ class _Outside:
     @classmethod
     def of(cls, tensor: Tensor) -> _Outside:
         storage = tensor.untyped_storage()
-        place = (tuple(tensor.size()), tuple(tensor.stride()), tensor.storage_offset(), tensor.dtype)
+        place = (tuple(tensor.size()), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.dtype)
         return cls(StorageWeakRef(storage), storage.data_ptr(), *place)
 
     def tensor(self) -> Tensor:
@@ -71,15 +71,14 @@ class _Operation:
 
     name: str
     call: Callable[..., Any]
-    args: Any
-    kwargs: Any
+    arguments: tuple[Any, Any]  # positional, and by name
     results: list[Tensor]  # to be overwritten; empty if the operation writes by itself
     note: tuple[Any, ...]
 
     def run(self) -> None:
         """Do it again."""
         with torch.inference_mode():
-            args, kwargs = tree_map_only(_Outside, _Outside.tensor, (self.args, self.kwargs))
+            args, kwargs = tree_map_only(_Outside, _Outside.tensor, self.arguments)
             found = self.call(*args, **kwargs)
             for result, new in zip(self.results, _tensors(found)):
                 result.copy_(new)
@@ -144,7 +143,7 @@ class _Recorder(TorchDispatchMode):
                 storage = tensor.untyped_storage()
                 self._own[storage._cdata] = len(self._own), storage
             if name.removeprefix("aten::") not in _UNWRITTEN:
-                program.operations.append(_Operation(name, func, *kept, _tensors(result) if new else [], note))
+                program.operations.append(_Operation(name, func, kept, _tensors(result) if new else [], note))
         return result
 
     def launched(self, executor: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> None:
@@ -156,7 +155,7 @@ class _Recorder(TorchDispatchMode):
             def again(*args: Any, **kwargs: Any) -> None:
                 call(executor, *args, **kwargs)
 
-            self.program.operations.append(_Operation(name, again, *kept, [], note))
+            self.program.operations.append(_Operation(name, again, kept, [], note))
         self._busy, was = True, self._busy
         try:
             call(executor, *args, **kwargs)
@@ -183,7 +182,7 @@ class _Recorder(TorchDispatchMode):
         return None if found is None else found[0] - self._first
 
     def _note(self, name: str, tree: Any) -> tuple[Any, ...]:
-        leaves = []
+        leaves: list[Any] = []
         for leaf in tree_flatten(tree)[0]:
             if isinstance(leaf, Tensor):
                 number = self._number(leaf)
