@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from collections.abc import Callable
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import MagicMock
@@ -15,8 +17,10 @@ import torch
 from triton.runtime import interpreter
 
 from stage03_engine.arg_utils import EngineArgs
-from stage03_engine.core.features.cuda_graphs import cuda_graphs, native_graphs
-from stage03_engine.core.features.cuda_graphs.cuda_graphs import CudaGraphHook, DecodeGraphs, GraphCapture, graph_sizes
+from stage03_engine.core.features.cuda_graphs import graph_hook, native_graphs
+from stage03_engine.core.features.cuda_graphs.cuda_graphs import CudaGraphs, DecodeGraphs, whole
+from stage03_engine.core.features.cuda_graphs.graph_hook import CudaGraphHook
+from stage03_engine.core.features.cuda_graphs.modes import decode_sizes
 from stage03_engine.core.features.cuda_graphs.warm_up import warm_up
 from stage03_engine.core.features.memory_profile import memory_profile
 from stage03_engine.core.features.memory_profile.memory_profile import (
@@ -58,7 +62,7 @@ def model() -> torch.nn.Module:
     ("max_num_seqs", "sizes"), [(1, [1]), (3, [1, 2, 3]), (9, [1, 2, 4, 8, 9]), (16, [1, 2, 4, 8, 16])]
 )
 def test_sizes_end_with_the_largest_batch(max_num_seqs: int, sizes: list[int]) -> None:
-    assert graph_sizes(max_num_seqs) == sizes
+    assert decode_sizes(max_num_seqs) == sizes
 
 
 def step(lengths: list[int], seed: int) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata]:
@@ -69,7 +73,10 @@ def step(lengths: list[int], seed: int) -> tuple[torch.Tensor, torch.Tensor, Att
     return tokens, torch.tensor(lengths) - 1, metadata
 
 
-def test_a_replayed_step_equals_the_model_at_any_batch_size_and_after_larger_ones(model: torch.nn.Module) -> None:
+@pytest.mark.parametrize(("sizes", "replayed"), [([1, 2, 3], [3, 1, 2, 1]), ([2, 4], [4, 2, 2, 2]), ([4], [4] * 4)])
+def test_a_replayed_step_equals_the_model_at_any_batch_size_and_after_larger_ones(
+    model: torch.nn.Module, sizes: list[int], replayed: list[int]
+) -> None:
     """What a larger step left in the fixed tensors must not show in the smaller one that follows, nor in the cache."""
     shape = EngineArgs.from_kwargs(model="gpt2-tiny", device="cpu").shape
     size = (2, 14, BLOCK, shape.num_kv_heads, shape.head_dim)
@@ -86,7 +93,7 @@ def test_a_replayed_step_equals_the_model_at_any_batch_size_and_after_larger_one
 
         return replay
 
-    graphs = DecodeGraphs(model, graphed, MAX_LEN // BLOCK, MAX_LEN, [1, 2, 3], CPU, capture)
+    graphs = DecodeGraphs(model, graphed, MAX_LEN // BLOCK, MAX_LEN, sizes, CPU, capture)
     with torch.inference_mode():
         for seed, lengths in enumerate([[40, 5, 17], [33], [2, 64], [18]]):
             inputs = step(lengths, seed)
@@ -95,7 +102,7 @@ def test_a_replayed_step_equals_the_model_at_any_batch_size_and_after_larger_one
             torch.testing.assert_close(graphs.forward(*inputs), wanted, atol=1e-5, rtol=1e-5)
             for ours, theirs in zip(graphed, plain):
                 torch.testing.assert_close(ours, theirs)
-    assert ran == [3, 1, 2, 1]
+    assert ran == replayed
 
 
 @pytest.mark.skipif(library.problem() is not None, reason=str(library.problem()))
@@ -184,26 +191,42 @@ class FakeCuda:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pools: list[object] = []
-        for name in ("CUDAGraph", "Stream", "current_stream", "empty_cache", "synchronize"):
+        self.order: list[str] = []
+        for name in ("Stream", "current_stream", "empty_cache", "synchronize"):
             monkeypatch.setattr(torch.cuda, name, MagicMock())
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: object())
-        monkeypatch.setattr(torch.cuda, "graph", self.graph)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", self.graph)
 
-    @contextmanager
-    def graph(self, graph: object, pool: object = None, stream: object = None) -> Any:
-        self.pools.append(pool)
-        yield
+    def graph(self) -> MagicMock:
+        graph = MagicMock()
+        graph.capture_begin = lambda pool: self.pools.append(pool) or self.order.append("begin")
+        graph.capture_end = lambda: self.order.append("end")
+        return graph
 
 
 def test_all_graphs_record_into_one_pool_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     fake, ran = FakeCuda(monkeypatch), []
-    capture = GraphCapture()
+    graphs = CudaGraphs()
     for size in (8, 4, 2):
         output = torch.zeros(size)
-        assert capture(lambda output=output: ran.append(len(output)) or output)() is output
+        assert whole(graphs, lambda output=output: ran.append(len(output)) or output)() is output
     assert len(fake.pools) == 3 and fake.pools[0] is not None and len(set(fake.pools)) == 1
     assert ran == [8] * 3 + [4] * 3 + [2] * 3  # twice before it is recorded
+    assert fake.order == ["begin", "end"] * 3
+
+
+def test_what_is_raised_while_a_graph_is_recorded_ends_the_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream that goes on recording would break whatever comes next, the message included; and Python's garbage is collected again."""
+    fake, calls = FakeCuda(monkeypatch), iter([0, 0])
+
+    def run() -> torch.Tensor:
+        next(calls)
+        return torch.zeros(1)
+
+    with pytest.raises(StopIteration):
+        whole(CudaGraphs(), run)
+    assert fake.order == ["begin", "end"] and gc.isenabled()
 
 
 @pytest.fixture
@@ -218,20 +241,16 @@ def runner() -> Any:
 def test_graphs_are_reserved_for_before_the_cache_is_sized(monkeypatch: pytest.MonkeyPatch, runner: Any) -> None:
     """16 requests: graphs of 16, 8, 4, 2 and 1. The largest takes 500 bytes, the next 10 more, so the five take 540."""
     FakeCuda(monkeypatch)
-    free = iter([10_000, 9_500, 9_500, 9_490])
-    monkeypatch.setattr(cuda_graphs, "free_bytes", lambda: next(free))
+    free = iter([10_000, 9_500, 10_000, 9_490])
+    monkeypatch.setattr(graph_hook, "free_bytes", lambda: next(free))
+    recorded: list[list[int]] = []
+    monkeypatch.setattr(CudaGraphHook, "_record", lambda self, caches, sizes, capture: recorded.append(sizes))
+    hook = CudaGraphHook(runner, runner.config)
+    hook.plan = replace(hook.plan, sampler=False)
     monkeypatch.setattr(runner, "device", MagicMock(type="cuda"))
-    recorded: list[int] = []
-
-    def record(self: object, caches: object, sizes: list[int], capture: Callable[..., Any]) -> None:
-        recorded.extend(sizes)
-        for size in sizes:
-            capture(lambda size=size: torch.zeros(size))
-
-    monkeypatch.setattr(CudaGraphHook, "_record", record)
     monkeypatch.setattr(runner, "new_kv_caches", lambda blocks, device: [])
-    assert CudaGraphHook(runner, runner.config).reserved_bytes() == 540
-    assert recorded == [8, 16]
+    assert hook.reserved_bytes() == 540
+    assert recorded == [[16], [8, 16]]
 
 
 def test_activations_are_counted_once_and_hooks_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:

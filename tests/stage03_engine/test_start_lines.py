@@ -94,7 +94,7 @@ def test_it_is_refused_with_the_reason(line: str, capsys: pytest.CaptureFixture[
 def test_what_is_ignored_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "gpt2-tiny", "--cudagraph-capture-sizes", "8", "--max-logprobs", "100", "--dry-run"]) == 0
     first, second, *_ = capsys.readouterr().err.splitlines()
-    assert first.startswith("stages: warning: --cudagraph-capture-sizes is ignored: CUDA graphs have fixed sizes")
+    assert first.startswith("stages: warning: --cudagraph-capture-sizes is ignored: sizes of CUDA graphs are keys of")
     assert second == "stages: warning: --max-logprobs is ignored: a request gets at most 20 logprobs"
 
 

@@ -75,6 +75,15 @@ class _OneOperation:
     def __init__(self, model: int, layer: int) -> None:
         self._model, self._layer = model, layer
 
+    @property
+    def within(self) -> Callable[..., Tensor]:
+        """The attention that the operation calls; whoever stands in for it for a while puts its own here."""
+        return _steps[self._model].layers[self._layer]
+
+    @within.setter
+    def within(self, own: Callable[..., Tensor]) -> None:
+        _steps[self._model].layers[self._layer] = own
+
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, kv_cache: None, metadata: None, scale: float, window: int | None, rotation: Any
     ) -> Tensor:  # fmt: skip
@@ -114,6 +123,9 @@ class CompiledModelHook(RunnerHook):
         return model
 
     def _whole(self, model: LanguageModel, layers: list[Any]) -> Callable[..., Tensor]:
+        torch._dynamo.config.specialize_float = (
+            True  # a layer's scale is a constant: as an input it would be a tensor, made anew in each step
+        )
         step, number, original, none = _Step(), len(_steps), model.forward, [None] * len(layers)
         _steps.append(step)
         for place, layer in enumerate(layers):

@@ -36,6 +36,10 @@ class CompilationConfig:
     mode: int = internal(0)
     backend: str = internal("inductor")
     cache_dir: str | None = internal(None)
+    cudagraph_mode: str | None = internal(None)
+    cudagraph_capture_sizes: tuple[int, ...] | None = internal(None)
+    max_cudagraph_capture_size: int | None = internal(None)
+    cudagraph_simulate: bool = internal(False)
 
 
 @dataclass(frozen=True)
@@ -56,8 +60,9 @@ class CompilationFlags:
 
     @staticmethod
     def detect(values: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-        """Products and norms that torch.compile can look into."""
-        if not CompilationFlags.resolve(values, None).get("mode") or values["device"] != "cpu":
+        """Products and norms that torch.compile, or a simulation of CUDA graphs, can look into."""
+        found = CompilationFlags.resolve(values, None)
+        if not (found.get("mode") or found.get("cudagraph_simulate")) or values["device"] != "cpu":
             return {}
         if values.get("batch_invariant", False):  # it decides about these too, and `check` refuses both together
             return {}

@@ -1,4 +1,4 @@
-"""CUDA graphs for decode steps (vllm/v1/worker/gpu_model_runner.py, capture_model; vllm/compilation/cuda_graph.py).
+"""CUDA graphs, and decode steps recorded whole (vllm/v1/worker/gpu_model_runner.py, capture_model; vllm/compilation/cuda_graph.py).
 
 A decode step of a small model is a few hundred kernels of a few microseconds each, and launching each costs the CPU as much. A
 graph is recorded once and launched as one. It repeats the same kernels on the same memory, so a step copies its inputs into fixed
@@ -7,51 +7,99 @@ tensors, and its batch is padded to the next recorded size. `--enforce-eager` sw
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from stage03_engine.core.hooks import RunnerHook
-from stage03_engine.core.input_batch import StepInputs
+from stage03_engine.core.features.cuda_graphs.modes import WARM_UPS
 from stage04_kernels.attention import AttentionMetadata
-from stagetrace import trace
 
 Run = Callable[[], Tensor]
 Capture = Callable[[Run], Run]
 """Record what a function does; the result does it again and returns the same tensor."""
+Replay = Callable[[], None]
 
 
-class GraphCapture:
-    """Records CUDA graphs that share one pool of memory: they never run at the same time, so a smaller one finds room in what the
-    largest took."""
+class Graphs(Protocol):
+    """What records: CUDA graphs, or their rules on a CPU (simulated.py)."""
+
+    def session(self) -> AbstractContextManager[None]:
+        """Graphs are recorded in here."""
+
+    def warm_up(self, run: Callable[[], Any]) -> None:
+        """Run it a few times before it is recorded: kernels are compiled, the allocator's pools filled."""
+
+    def begin(self) -> None:
+        """From now on what runs is recorded."""
+
+    def end(self) -> Replay:
+        """What ran since `begin`, to be run again."""
+
+
+class CudaGraphs:
+    """All graphs share one pool of memory: they never run at the same time, so a smaller one finds room in what the largest took."""
 
     def __init__(self) -> None:
         self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        self._open: torch.cuda.CUDAGraph | None = None
 
-    def __call__(self, run: Run) -> Run:
-        """The first two runs are outside of the graph: they compile kernels and fill the allocator's pools."""
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """On a stream of its own; Python's garbage waits, because to free memory of the device is not allowed while a graph is recorded."""
+        torch.cuda.synchronize()
+        gc.collect()
+        torch.cuda.empty_cache()
+        was = gc.isenabled()
+        gc.disable()
         self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            run()
-            run()
-        torch.cuda.current_stream().wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            output = run()
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            if self._open is not None:  # something was raised within it
+                self.end()
+            torch.cuda.current_stream().wait_stream(self._stream)
+            if was:
+                gc.enable()
 
-        def replay() -> Tensor:
-            graph.replay()
-            return output
+    def warm_up(self, run: Callable[[], Any]) -> None:
+        """Outside of the graph."""
+        for _ in range(WARM_UPS):
+            run()
 
+    def begin(self) -> None:
+        """From now on what is launched is recorded, and not run."""
+        self._open = torch.cuda.CUDAGraph()
+        self._open.capture_begin(pool=self._pool)
+
+    def end(self) -> Replay:
+        """The graph of what was launched since `begin`."""
+        graph, self._open = self._open, None
+        assert graph is not None
+        graph.capture_end()
+        replay: Replay = graph.replay
         return replay
 
 
-def graph_sizes(max_num_seqs: int) -> list[int]:
-    """Batch sizes to record: 1, 2, 4, then every 8th."""
-    return [size for size in (1, 2, 4, *range(8, 513, 8)) if size < max_num_seqs] + [min(max_num_seqs, 512)]
+def whole(graphs: Graphs, run: Run) -> Run:
+    """`run` as one graph."""
+    with graphs.session():
+        graphs.warm_up(run)
+        graphs.begin()
+        output = run()
+        replay = graphs.end()
+
+    def again() -> Tensor:
+        replay()
+        return output
+
+    again.replays = [replay]  # type: ignore[attr-defined]
+    return again
 
 
 @dataclass
@@ -61,6 +109,7 @@ class _Recorded:
     input_ids: Tensor
     positions: Tensor
     metadata: AttentionMetadata
+    run: Run
     replay: Run
 
 
@@ -80,16 +129,25 @@ class DecodeGraphs:
             def run(ids: Tensor = input_ids, at: Tensor = positions, fixed: AttentionMetadata = metadata) -> Tensor:
                 return model(ids, at, kv_caches, fixed)
 
-            self._recorded[size] = _Recorded(input_ids, positions, metadata, capture(run))
+            self._recorded[size] = _Recorded(input_ids, positions, metadata, run, capture(run))
+
+    @property
+    def largest(self) -> int:
+        """The most requests of a step that was recorded."""
+        return max(self._recorded, default=0)
 
     def fits(self, metadata: AttentionMetadata) -> bool:
         """One token per request, and not more requests than were recorded for?"""
-        return metadata.max_query_len == 1 and len(metadata.seq_lens_cpu) <= max(self._recorded)
+        return metadata.max_query_len == 1 and len(metadata.seq_lens_cpu) <= self.largest
+
+    def size_of(self, count: int) -> int:
+        """The size to which a batch of so many requests is padded."""
+        return min(size for size in self._recorded if size >= count)
 
     def forward(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
         """As the model's own. The result is overwritten by the next step."""
         count = len(input_ids)
-        recorded = self._recorded[min(size for size in self._recorded if size >= count)]
+        recorded = self._recorded[self.size_of(count)]
         fixed = recorded.metadata
         recorded.input_ids[:count] = input_ids
         recorded.positions[:count] = positions
@@ -122,55 +180,3 @@ def free_bytes() -> int:
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info()[0]
-
-
-class CudaGraphHook(RunnerHook):
-    """Installed on a GPU without `--enforce-eager`."""
-
-    graphs: DecodeGraphs | None = None
-
-    @torch.inference_mode()
-    def cache_allocated(self, num_blocks: int) -> None:
-        """Record decode steps."""
-        if self.runner.device.type == "cuda":
-            started = time.monotonic()
-            self.graphs = self._record(self.runner.kv_caches, self._sizes(), GraphCapture())
-            if trace.on:
-                took = round(time.monotonic() - started, 4)
-                trace.emit("graphs.captured", kind="cuda", sizes=self._sizes(), seconds=took)
-
-    @torch.inference_mode()
-    def reserved_bytes(self) -> int:
-        """What the recordings will take, before there is a cache: the largest two are made on two blocks and thrown away. The first one
-        shows what all share, the second what each other one adds."""
-        if self.runner.device.type != "cuda":
-            return 0
-        taken: list[int] = []
-        record = GraphCapture()
-
-        def measured(run: Run) -> Run:
-            before = free_bytes()
-            replay = record(run)
-            taken.append(max(0, before - free_bytes()))
-            return replay
-
-        sizes = self._sizes()
-        self._record(self.runner.new_kv_caches(2, self.runner.device), sizes[-2:], measured)
-        return taken[0] + sum(taken[1:]) * (len(sizes) - 1)
-
-    def _sizes(self) -> list[int]:
-        return graph_sizes(self.config.scheduler_config.max_num_seqs)
-
-    def _record(self, kv_caches: list[Tensor], sizes: list[int], capture: Capture) -> DecodeGraphs:
-        max_blocks, device = self.runner.batch.block_table.shape[1], self.runner.device
-        return DecodeGraphs(self.runner.model, kv_caches, max_blocks, self.config.max_model_len, sizes, device, capture)
-
-    def forward(self, inputs: StepInputs, run: Callable[[StepInputs], Tensor]) -> Tensor:
-        """Replay a decode step."""
-        if self.graphs is None or not (inputs.replayable and self.graphs.fits(inputs.metadata)):
-            return run(inputs)
-        return self.graphs.forward(inputs.input_ids, inputs.positions, inputs.metadata)
-
-    def shutdown(self) -> None:
-        """Release the graphs."""
-        self.graphs = None

@@ -1,0 +1,87 @@
+"""What a start is going to record, from the settings alone: for the hook that does it, for the log, and for `--dry-run`. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from stage03_engine.core.features.cuda_graphs.modes import (
+    FULL_AND_PIECEWISE,
+    FULL_DECODE_ONLY,
+    NONE,
+    PIECEWISE,
+    WARM_UPS,
+    decode_sizes,
+    piece_sizes,
+)  # fmt: skip
+
+if TYPE_CHECKING:
+    from stage03_engine.config import VllmConfig
+
+
+WHOLE = ("triton", "triton-interpret")
+"""Attention backends that read tensors alone, so that a decode step can be recorded whole. Pieces leave attention out."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes of steps, smallest first; empty lists where nothing is recorded."""
+
+    mode: str
+    full: list[int]
+    pieces: list[int]
+    num_layers: int
+    sampler: bool
+    simulate: bool
+
+    @classmethod
+    def of(cls, config: VllmConfig) -> Plan:
+        """Without torch.compile's room there is no `--compilation-config`, and decode steps are recorded."""
+        asked, scheduler = getattr(config, "compilation_config", None), config.scheduler_config
+        mode = getattr(asked, "cudagraph_mode", None) or FULL_DECODE_ONLY
+        device, layers = config.device_config, getattr(config.observability_config, "trace_layers", False)
+        alone = getattr(getattr(config, "parallel_config", None), "world_size", 1) == 1
+        if device.enforce_eager or layers:
+            mode = NONE
+        sizes, most = (
+            getattr(asked, "cudagraph_capture_sizes", None),
+            getattr(asked, "max_cudagraph_capture_size", None),
+        )
+        # A level is a wish: what it cannot have is left out. What `cudagraph_mode` asks for was checked.
+        in_pieces = mode in (PIECEWISE, FULL_AND_PIECEWISE) and alone and getattr(asked, "mode", 0) != 1
+        full = mode in (FULL_DECODE_ONLY, FULL_AND_PIECEWISE) and device.attention_backend in WHOLE
+        return cls(
+            mode,
+            decode_sizes(scheduler.max_num_seqs, sizes, most) if full else [],
+            piece_sizes(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, sizes, most) if in_pieces else [],
+            config.shape.num_layers,
+            alone and config.supported_tasks == ("generate",),
+            getattr(asked, "cudagraph_simulate", False),
+        )
+
+    @property
+    def num_graphs(self) -> int:
+        """One for each decode size; of a mixed step one before, between and after the attentions."""
+        return len(self.full) + len(self.pieces) * (self.num_layers + 1)
+
+    @property
+    def num_runs(self) -> int:
+        """How often the model runs for that, in all."""
+        return (len(self.full) + len(self.pieces)) * (WARM_UPS + 1)
+
+    def row(self) -> tuple[str, str, str]:
+        """(name, what is recorded, what it takes), for the start's log and for `--dry-run`."""
+        parts = []
+        if self.pieces:
+            parts.append(
+                f"mixed steps of {len(self.pieces)} sizes up to {self.pieces[-1]} tokens in {self.num_layers + 1} pieces each"
+            )
+        if self.full:
+            whole = "with the sampler" if self.sampler else "without the sampler"
+            parts.append(f"decode steps of {len(self.full)} sizes up to {self.full[-1]} requests, {whole}")
+        name = "CUDA graphs, simulated" if self.simulate else "CUDA graphs"
+        return (
+            name,
+            f"{self.num_graphs} graphs: {'; '.join(parts)}",
+            f"{self.mode}: {self.num_runs} runs of the model before the first request",
+        )
