@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -19,8 +20,9 @@ from small_gpt2 import first_layers
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.core.engine_core import EngineCore
 from stage03_engine.core.features.kv_transfer.connector import KVConnectorHook
+from stage03_engine.core.features.p2p_connector import block_server
 from stage03_engine.core.features.prefix_cache_reset.prefix_cache_reset import reset_prefix_cache
-from stage03_engine.errors import ConfigError, InvalidRequestError
+from stage03_engine.errors import ConfigError
 from stage03_engine.llm import LLM
 from stage03_engine.messages import EngineCoreOutput, EngineCoreRequest
 from stage03_engine.params.structured_outputs import StructuredOutputsParams
@@ -340,6 +342,22 @@ def steps_until_output(core: EngineCore) -> list[EngineCoreOutput]:
     return outputs
 
 
+def test_blocks_of_a_prompt_that_is_being_computed_stay(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the rest of it takes: `hold_seconds` is for those who ask, and nobody can ask yet."""
+    now, pair = itertools.count(step=10_000), Pair(model, max_num_batched_tokens=16, max_num_seqs=4)
+    try:
+        name = pair.add(PROMPTS[0], params_of("greedy"))
+        with monkeypatch.context() as clock:
+            clock.setattr(block_server, "time", SimpleNamespace(monotonic=lambda: float(next(now))))
+            [output] = steps_until_output(pair.producer)
+        pair.go_on(output)
+        pair.run(lambda: name in pair.ended)
+        assert pair.cached[name] == 76, "blocks of its first chunks were given up"
+        pair.assert_all_free()
+    finally:
+        pair.close()
+
+
 def test_a_producer_that_dies_costs_nothing_but_time(model: str, alone: dict[tuple[str, int], list[int]]) -> None:
     """Before it was asked, and when it cannot be reached any more."""
     pair = Pair(model, extra={"max_read_seconds": 5.0})
@@ -438,51 +456,6 @@ def test_of_the_next_turn_only_new_blocks_travel(model: str, tmp_path: Path) -> 
             pair.close()
     asked = [(event.args["first"], event.args["num_blocks"]) for event in read_run(tmp_path).named("kv_p2p.asked")]
     assert asked == [(0, 8), (11, 2)]  # of 33 tokens, and of 33 + 12 + 10: 44 of the first 45 were computed
-
-
-# What is refused
-
-WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"kv_transfer_config": {"kv_connector": "P2pZmqConnector", "kv_role": "both"}}, "kv_role must be one of kv_both, kv_producer, kv_consumer"),
-    ({"kv_transfer_config": {"kv_connector": "P2pZmqConnector", "kv_port": 1 << 16}}, "kv_port must be a port"),
-    ({"kv_transfer_config": {"kv_connector": "P2pZmqConnector", "kv_port": True}}, "kv_port must be a port"),
-    ({"kv_transfer_config": {"kv_connector": "P2pZmqConnector", "kv_ip": ""}}, "kv_ip must be an address"),
-    ({"kv_transfer_config": {"kv_connector": "P2pZmqConnector", "engine_id": 3}}, "engine_id must be a text"),
-    ({"kv_transfer_config": {"kv_connector": "P2pZmqConnector", "kv_connector_extra_config": {"hold_seconds": 0}}}, "hold_seconds must be a number of seconds"),
-    ({"kv_transfer_config": {"kv_connector": "P2pZmqConnector", "kv_connector_extra_config": {"max_bytes": 1}}}, "max_bytes"),
-    ({"kv_transfer_config": {"kv_connector": "P2pZmqConnector"}, "prefix_caching_hash_seed": None}, "needs prefix_caching_hash_seed"),
-    ({"kv_transfer_config": {"kv_connector": "OffloadingConnector", "kv_port": 1, "kv_connector_extra_config": {"cpu_bytes_to_use": 1e8}}}, "kv_port is for connectors that listen, and OffloadingConnector does not"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("given_settings", "says"), WRONG, ids=str)
-def test_one_line_says_what_is_wrong(given_settings: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says) as caught:
-        EngineArgs.from_kwargs(model="gpt2-tiny", **SMALL | given_settings)
-    assert "\n" not in str(caught.value)
-
-
-SOMEWHERE: dict[str, Any] = {
-    "do_remote_prefill": True,
-    "remote_host": "127.0.0.1",
-    "remote_port": 9,
-    "remote_request_id": 3,
-}
-NOWHERE: list[Any] = [
-    [1], "all", {"do_remote_prefill": True},
-    *[{name: value for name, value in SOMEWHERE.items() if name != left_out} for left_out in list(SOMEWHERE)[1:]],
-    *[SOMEWHERE | {"remote_host": host} for host in ("", 5, None, "a\0b", "a" * 256)],
-    *[SOMEWHERE | {"remote_port": port} for port in (0, -1, 1 << 16, "9", True, None)],
-    *[SOMEWHERE | {"remote_request_id": place} for place in (-1, 1 << 63, "3", [3], 3.0, True, None)],
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("given_params", NOWHERE, ids=str)
-def test_what_no_producer_said_is_refused(given_params: Any) -> None:
-    """Before an engine fails with it, or its thread does, in silence."""
-    with pytest.raises(InvalidRequestError, match="kv_transfer_params must be what a producer answered"):
-        SamplingParams(kv_transfer_params=given_params)
-    assert SamplingParams(kv_transfer_params=SOMEWHERE) and SamplingParams(kv_transfer_params=DO_REMOTE_DECODE)
 
 
 def test_a_producer_needs_a_secret(model: str, monkeypatch: pytest.MonkeyPatch) -> None:

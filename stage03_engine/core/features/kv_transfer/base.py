@@ -54,6 +54,7 @@ class Transfers(msgspec.Struct, array_like=True):
     loads: list[tuple[int, bytes | int]] = []  # (block, its bytes, or the place where the worker has them)
     saves: list[tuple[int, bytes, int]] = []  # (block, hash of its tokens, a place for it, or -1)
     withdrawn: list[int] = []  # places: nobody will ask for what was saved there
+    told: list[int] = []  # places: the request has ended, and its client knows where its blocks are
 
 
 class KVConnectorScheduler:
@@ -120,6 +121,9 @@ class KVConnectorWorker:
 
     def withdraw(self, places: Sequence[int]) -> None:
         """Nobody will ask for what was saved in these places."""
+
+    def told(self, places: Sequence[int]) -> None:
+        """Somebody may ask for what was saved in these places from now on."""
 
     def save_in_thread(self, blocks: list[int], save: Callable[..., None], *args: object) -> None:
         """`save` reads these blocks in the thread, one call after another; what it raises ends the engine."""

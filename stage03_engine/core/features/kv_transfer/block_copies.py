@@ -40,6 +40,7 @@ class BlockCopiesHook(RunnerHook):
         transfers = TRANSFERS.of(scheduler_output.extras) or Transfers()
         self._connector.save_kv_blocks(transfers.saves)
         self._connector.withdraw(transfers.withdrawn)
+        self._connector.told(transfers.told)
         idle = not scheduler_output.num_scheduled_tokens
         if blocks := self._connector.get_finished(WAIT_SECONDS if idle else 0):
             WRITTEN.put(output.extras, Written(blocks))

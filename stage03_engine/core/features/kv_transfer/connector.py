@@ -168,7 +168,7 @@ class KVConnectorHook(SchedulerHook):
         for request_id in output.num_scheduled_tokens:
             full += self._filled(request_id, room - len(full))
         transfers = self.connector.build_connector_meta(full, room)
-        if transfers.loads or transfers.saves or transfers.withdrawn:
+        if any(msgspec.structs.astuple(transfers)):
             TRANSFERS.put(output.extras, transfers)
         if transfers.saves:
             blocks = [block for block, *_ in transfers.saves]

@@ -8,6 +8,7 @@ the bytes on their way is noticed.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -39,9 +40,11 @@ FOREIGN = "it is of another model, or has another number format or block size"
 
 
 class Offer(msgspec.Struct):
-    """The blocks of one request, by hash, until when they stay if nobody asks, and those that are named twice."""
+    """The blocks of one request, by hash, until when they stay if nobody asks, and those that are named twice.
 
-    until: float
+    While the request runs they stay: nobody can ask yet, and the rest of a long prompt may take longer than `hold_seconds`."""
+
+    until: float = math.inf
     blocks: dict[bytes, int] = {}
     more: list[int] = []
 
@@ -74,6 +77,11 @@ class BlockServer:
         """Nobody will ask for these."""
         for place in places:
             self._mail.put(partial(self._release, place, "withdrawn", None))
+
+    def told(self, places: Sequence[int]) -> None:
+        """Somebody may ask for these now."""
+        for place in places:
+            self._mail.put(partial(self._hold_on, place))
 
     def freed(self, wait_seconds: float) -> list[int]:
         """Blocks that need not stay any more; waits so long for one. Raises what has ended the thread."""
@@ -112,7 +120,8 @@ class BlockServer:
 
     def _turn(self, poller: zmq.Poller) -> None:
         now, untils = time.monotonic(), [offer.until for offer in self._offers.values()]
-        poller.poll(max(0, int(1000 * (min(untils) - now)) + 1) if untils else None)
+        first = min(untils, default=math.inf)
+        poller.poll(None if first == math.inf else max(0, int(1000 * (first - now)) + 1))
         messages = list(drain(self._listener.socket))
         for letter in self._mail.take():
             letter()
@@ -121,14 +130,18 @@ class BlockServer:
         self._expire()
 
     def _offer(self, saves: Sequence[tuple[int, bytes, int]]) -> None:
-        until = time.monotonic() + self._hold
         for block, block_hash, place in saves:
-            offer = self._offers.setdefault(place, Offer(until))
-            offer.until = until
+            offer = self._offers.setdefault(place, Offer())
             if block_hash in offer.blocks:  # a request that was preempted offers them again
                 offer.more.append(block)
             else:
                 offer.blocks[block_hash] = block
+
+    def _hold_on(self, place: int) -> Offer:
+        """From now on for `hold_seconds`."""
+        offer = self._offers.get(place) or Offer()
+        offer.until = time.monotonic() + self._hold
+        return offer
 
     def _received(self, peer: bytes, payload: list[bytes]) -> None:
         try:
@@ -146,8 +159,7 @@ class BlockServer:
     def _answer(self, peer: bytes, want: Want) -> None:
         """Send what there is, up to the first gap: what comes after it is of no use."""
         sent, size = 0, 0
-        offer = self._offers.get(want.place) or Offer(0.0)
-        offer.until = time.monotonic() + self._hold
+        offer = self._hold_on(want.place)
         for block_hash in want.hashes[:WINDOW]:
             if (block := offer.blocks.get(block_hash)) is None:
                 break

@@ -43,6 +43,7 @@ class P2pZmqConnectorScheduler(KVConnectorScheduler):
         self._keepers: dict[int, list[int | None]] = {}  # block -> for which keys
         self._told: set[str] = set()  # requests whose place was told to somebody who will ask
         self._withdrawn: list[int] = []
+        self._ended: list[int] = []  # places of requests that have ended since the last step, and whose place was told
         self._asked: set[str] = set()  # requests whose blocks were asked for
         self._loads: list[tuple[int, bytes | int]] = []  # of the step that is being decided
         self._fetcher = self.make_fetcher(config) if transfer.loads else None
@@ -89,8 +90,8 @@ class P2pZmqConnectorScheduler(KVConnectorScheduler):
                 saves.append((block, block_hash, self._place(request.request_id)))
                 self._held[request.tenant] += 1
                 self._keepers.setdefault(block, []).append(request.tenant)
-        transfers = Transfers(self._loads, saves, self._withdrawn)
-        self._loads, self._withdrawn = [], []
+        transfers = Transfers(self._loads, saves, self._withdrawn, self._ended)
+        self._loads, self._withdrawn, self._ended = [], [], []
         return transfers
 
     def _may_keep(self, request: Request, room: int) -> bool:
@@ -135,8 +136,8 @@ class P2pZmqConnectorScheduler(KVConnectorScheduler):
         """Of one that was aborted nobody will ask for blocks. What is on its way is given up, and the producer is told."""
         request_id = request.request_id
         place = self._kept.pop(request_id, None)
-        if place is not None and request_id not in self._told:
-            self._withdrawn.append(place)
+        if place is not None:
+            (self._ended if request_id in self._told else self._withdrawn).append(place)
         self._told.discard(request_id)
         self._cut.discard(request_id)
         if self._ahead is not None:

@@ -45,6 +45,11 @@ class P2pZmqConnectorWorker(KVConnectorWorker):
         if places and self._server is not None:
             self._server.withdraw(places)
 
+    def told(self, places: Sequence[int]) -> None:
+        """They are given up if nobody asks for them soon."""
+        if places and self._server is not None:
+            self._server.told(places)
+
     def get_finished(self, wait_seconds: float) -> list[int]:
         """Those that a consumer has, or nobody wants."""
         if self._server is None:
