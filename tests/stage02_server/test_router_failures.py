@@ -249,6 +249,79 @@ def test_they_take_turns() -> None:
     assert fleet.names == ["p0", "d0", "p1", "d1"] * 2
 
 
+def test_who_comes_back_gets_requests_again() -> None:
+    """Nobody is forgotten: a server that was away is looked at until it is there."""
+    fleet = Fleet({})
+    fleet.down |= {"p0", "p1", "d0", "d1"}
+
+    async def come_back() -> None:
+        watching = asyncio.create_task(fleet.servers.watch(0.001))
+        for name in ("d0", "p1"):
+            fleet.down.discard(name)
+            async with asyncio.timeout(PATIENCE):
+                while fleet.servers.choose("decode" if name == "d0" else "prefill") is None:
+                    await asyncio.sleep(0)
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+    assert fleet.ask().status_code == 503 and not fleet.asked
+    asyncio.run(come_back())
+    assert is_right(fleet.ask(), False) and fleet.names == ["p1", "d0"]
+
+
+@pytest.mark.parametrize("role", ["p", "d"])
+def test_no_more_than_so_many_are_in_progress(role: str) -> None:
+    """One more gets a 429 at once; and when clients leave, their places are free and their servers have nothing to do."""
+    fleet, at_work = Fleet({}), 0
+
+    async def stand_still(request: httpx.Request) -> httpx.Response:
+        nonlocal at_work
+        if request.method == "POST" and request.url.host[0] == role:
+            at_work += 1
+            await asyncio.Event().wait()
+        return await fleet._answer(request)
+
+    async def fill() -> None:
+        await asyncio.gather(*map(fleet.servers.look, fleet.servers.all))
+        fleet.servers.client = httpx.AsyncClient(transport=httpx.MockTransport(stand_still), timeout=PATIENCE)
+        messages = [{"type": "http.request", "body": b'{"prompt": "a"}', "more_body": False}]
+        left, sent = asyncio.Event(), list[int]()
+
+        async def ask() -> None:
+            waiting = list(messages)
+
+            async def receive() -> dict[str, Any]:
+                if waiting:
+                    return waiting.pop()
+                await left.wait()
+                return {"type": "http.disconnect"}
+
+            async def send(message: Any) -> None:
+                sent.extend([message["status"]] if "status" in message else [])
+
+            scope = {
+                "type": "http",
+                "method": "POST",
+                "path": "/v1/completions",
+                "headers": [],
+                "query_string": b"",
+                "http_version": "1.1",
+            }
+            await fleet.app(scope, receive, send)
+
+        clients = [asyncio.create_task(ask()) for _ in range(8)]
+        async with asyncio.timeout(PATIENCE):
+            while at_work < 8:
+                await asyncio.sleep(0)
+            await ask()
+            assert sent == [429]
+            left.set()
+            await asyncio.gather(*clients)
+        assert not any(server.busy for server in fleet.servers.all) and sent == [429]
+
+    asyncio.run(fill())
+
+
 WRONG = [
     ([], "--prefill"), (["--prefill", "http://a"], "--decode"), (["--prefill", "a", "--decode", "http://b"], "--prefill takes addresses"),
     (["--prefill", "http://a", "http://a/", "--decode", "http://b"], "twice"), (["--prefill", "http://a", "--decode", "http://k@b"], "--decode takes"),
