@@ -101,17 +101,14 @@ class Fleet:
             self.down.add(name)
         return fail(body.get("stream", False))
 
-    def ask(self, stream: bool = False, **more: Any) -> httpx.Response:
+    def ask(self, stream: bool = False, headers: Any = None, **more: Any) -> httpx.Response:
         async def ask() -> httpx.Response:
             await asyncio.gather(*map(self.servers.look, self.servers.all))
             transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
             async with httpx.AsyncClient(transport=transport, base_url="http://router", timeout=PATIENCE) as client:
                 body = {"prompt": "a", "stream": stream, "max_tokens": 9} | more
-                return await client.post(
-                    "/v1/completions",
-                    json=body,
-                    headers={"Authorization": "Bearer k", "Cookie": "c", "X-Request-Id": "r"},
-                )
+                sent = headers or {"Authorization": "Bearer k", "Cookie": "c", "X-Request-Id": "r"}
+                return await client.post("/v1/completions", json=body, headers=sent)
 
         answer = asyncio.run(ask())
         assert not any(server.busy for server in self.servers.all)
@@ -240,6 +237,22 @@ def test_a_stream_that_had_begun_ends_with_an_error() -> None:
     fleet = Fleet({"d0": breaking(1)})
     *chunks, last = events(fleet.ask(True).text)
     assert chunks == [CHUNK] and last["error"]["code"] == 503 and fleet.names == ["p0", "d0"]
+
+
+def test_a_header_that_is_no_ascii_passes() -> None:
+    """As do two ids that no server would accept: the router makes its own."""
+    fleet = Fleet({})
+    odd = {
+        "User-Agent": b"\xff\xfe",
+        "X-Request-Id": b"\xff",
+        "traceparent": b"00-" + b"\xff" * 32 + b"-1-1",
+        "Authorization": "Bearer \u00e9".encode("latin-1"),
+    }
+    assert is_right(fleet.ask(headers=odd), False)
+    _, _, headers = fleet.asked[-1]
+    raw = {name.lower(): value for name, value in headers.raw}
+    assert raw[b"user-agent"] == b"\xff\xfe" and raw[b"authorization"] == b"Bearer \xe9"
+    assert len(raw[b"x-request-id"]) == 32 and raw[b"traceparent"].isascii()
 
 
 def test_they_take_turns() -> None:
