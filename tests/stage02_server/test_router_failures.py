@@ -101,17 +101,14 @@ class Fleet:
             self.down.add(name)
         return fail(body.get("stream", False))
 
-    def ask(self, stream: bool = False, **more: Any) -> httpx.Response:
+    def ask(self, stream: bool = False, headers: Any = None, **more: Any) -> httpx.Response:
         async def ask() -> httpx.Response:
             await asyncio.gather(*map(self.servers.look, self.servers.all))
             transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
             async with httpx.AsyncClient(transport=transport, base_url="http://router", timeout=PATIENCE) as client:
                 body = {"prompt": "a", "stream": stream, "max_tokens": 9} | more
-                return await client.post(
-                    "/v1/completions",
-                    json=body,
-                    headers={"Authorization": "Bearer k", "Cookie": "c", "X-Request-Id": "r"},
-                )
+                sent = headers or {"Authorization": "Bearer k", "Cookie": "c", "X-Request-Id": "r"}
+                return await client.post("/v1/completions", json=body, headers=sent)
 
         answer = asyncio.run(ask())
         assert not any(server.busy for server in self.servers.all)
@@ -242,11 +239,100 @@ def test_a_stream_that_had_begun_ends_with_an_error() -> None:
     assert chunks == [CHUNK] and last["error"]["code"] == 503 and fleet.names == ["p0", "d0"]
 
 
+def test_a_header_that_is_no_ascii_passes() -> None:
+    """As do two ids that no server would accept: the router makes its own."""
+    fleet = Fleet({})
+    odd = {
+        "User-Agent": b"\xff\xfe",
+        "X-Request-Id": b"\xff",
+        "traceparent": b"00-" + b"\xff" * 32 + b"-1-1",
+        "Authorization": "Bearer \u00e9".encode("latin-1"),
+    }
+    assert is_right(fleet.ask(headers=odd), False)
+    _, _, headers = fleet.asked[-1]
+    raw = {name.lower(): value for name, value in headers.raw}
+    assert raw[b"user-agent"] == b"\xff\xfe" and raw[b"authorization"] == b"Bearer \xe9"
+    assert len(raw[b"x-request-id"]) == 32 and raw[b"traceparent"].isascii()
+
+
 def test_they_take_turns() -> None:
     fleet = Fleet({})
     for _ in range(4):
         assert fleet.ask().status_code == 200
     assert fleet.names == ["p0", "d0", "p1", "d1"] * 2
+
+
+def test_who_comes_back_gets_requests_again() -> None:
+    """Nobody is forgotten: a server that was away is looked at until it is there."""
+    fleet = Fleet({})
+    fleet.down |= {"p0", "p1", "d0", "d1"}
+
+    async def come_back() -> None:
+        watching = asyncio.create_task(fleet.servers.watch(0.001))
+        for name in ("d0", "p1"):
+            fleet.down.discard(name)
+            async with asyncio.timeout(PATIENCE):
+                while fleet.servers.choose("decode" if name == "d0" else "prefill") is None:
+                    await asyncio.sleep(0)
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+    assert fleet.ask().status_code == 503 and not fleet.asked
+    asyncio.run(come_back())
+    assert is_right(fleet.ask(), False) and fleet.names == ["p1", "d0"]
+
+
+@pytest.mark.parametrize("role", ["p", "d"])
+def test_no_more_than_so_many_are_in_progress(role: str) -> None:
+    """One more gets a 429 at once; and when clients leave, their places are free and their servers have nothing to do."""
+    fleet, at_work = Fleet({}), 0
+
+    async def stand_still(request: httpx.Request) -> httpx.Response:
+        nonlocal at_work
+        if request.method == "POST" and request.url.host[0] == role:
+            at_work += 1
+            await asyncio.Event().wait()
+        return await fleet._answer(request)
+
+    async def fill() -> None:
+        await asyncio.gather(*map(fleet.servers.look, fleet.servers.all))
+        fleet.servers.client = httpx.AsyncClient(transport=httpx.MockTransport(stand_still), timeout=PATIENCE)
+        messages = [{"type": "http.request", "body": b'{"prompt": "a"}', "more_body": False}]
+        left, sent = asyncio.Event(), list[int]()
+
+        async def ask() -> None:
+            waiting = list(messages)
+
+            async def receive() -> dict[str, Any]:
+                if waiting:
+                    return waiting.pop()
+                await left.wait()
+                return {"type": "http.disconnect"}
+
+            async def send(message: Any) -> None:
+                sent.extend([message["status"]] if "status" in message else [])
+
+            scope = {
+                "type": "http",
+                "method": "POST",
+                "path": "/v1/completions",
+                "headers": [],
+                "query_string": b"",
+                "http_version": "1.1",
+            }
+            await fleet.app(scope, receive, send)
+
+        clients = [asyncio.create_task(ask()) for _ in range(8)]
+        async with asyncio.timeout(PATIENCE):
+            while at_work < 8:
+                await asyncio.sleep(0)
+            await ask()
+            assert sent == [429]
+            left.set()
+            await asyncio.gather(*clients)
+        assert not any(server.busy for server in fleet.servers.all) and sent == [429]
+
+    asyncio.run(fill())
 
 
 WRONG = [

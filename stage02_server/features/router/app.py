@@ -25,7 +25,7 @@ from stage02_server.features.hardening.manifest import HardeningFlags
 from stage02_server.features.hardening.process import prepare
 from stage02_server.features.router.command import RouterFlags
 from stage02_server.features.router.metrics import RouterMetrics
-from stage02_server.features.router.proxy import PASSED_ON, Proxy
+from stage02_server.features.router.proxy import Proxy, passed_on
 from stage02_server.features.router.servers import Servers
 from stage02_server.middleware import route_path
 from stage03_engine.plugins import parts
@@ -64,9 +64,8 @@ def build_app(servers: Servers, flags: RouterFlags, limits: HardeningFlags) -> S
     async def show_models(request: Request) -> Response:
         if (server := servers.for_answer()) is None:
             raise unavailable("No server can be reached.")
-        headers = {name: request.headers[name] for name in PASSED_ON if name in request.headers}
         try:
-            found = await servers.client.get(server.url + "/v1/models", headers=headers)
+            found = await servers.client.get(server.url + "/v1/models", headers=passed_on(request.headers))
         except httpx.HTTPError:
             await servers.look(server)
             raise unavailable("The server ended while it answered this request.") from None

@@ -36,12 +36,17 @@ MOST_DEATHS = 2  # of servers that had the request: then it is refused, as it ma
 GONE = (httpx.HTTPError, httpx.StreamError, OSError)
 
 
+def passed_on(headers: Headers) -> list[tuple[bytes, bytes]]:
+    """As bytes: what a client writes need not be ASCII."""
+    return [(name.encode(), headers[name].encode("latin-1")) for name in PASSED_ON if name in headers]
+
+
 class Ids(NamedTuple):
     """How a request is called, here and at all servers."""
 
     request: str
     trace: str
-    headers: dict[str, str]
+    headers: list[tuple[bytes, bytes]]
 
     @classmethod
     def of(cls, headers: Headers) -> Ids:
@@ -49,10 +54,9 @@ class Ids(NamedTuple):
         given, parent = headers.get("x-request-id", ""), headers.get("traceparent", "").split("-")
         request = given if ACCEPTED_ID.fullmatch(given) else uuid.uuid4().hex
         is_known = len(parent) == 4 and len(parent[1]) == 32 and set(parent[1]) <= set("0123456789abcdef")
-        passed = {name: headers[name] for name in PASSED_ON if name in headers}
-        return cls(request, parent[1] if is_known else uuid.uuid4().hex, passed)
+        return cls(request, parent[1] if is_known else uuid.uuid4().hex, passed_on(headers))
 
-    def for_server(self, span: str) -> dict[str, str]:
+    def for_server(self, span: str) -> list[tuple[bytes, bytes]]:
         """The headers of a request of ours; `span` is its name in the server's trace."""
         own = {
             "X-Request-Id": self.request,
@@ -60,7 +64,7 @@ class Ids(NamedTuple):
             "Content-Type": "application/json",
             "Accept-Encoding": "identity",
         }
-        return self.headers | own
+        return [*self.headers, *((name.encode(), value.encode()) for name, value in own.items())]
 
 
 class Lost(Exception):
