@@ -83,6 +83,7 @@ ROOMS = (
     "stage02_server.features.pooling",
     "stage02_server.features.audio",
     "stage02_server.features.held_bytes",
+    "stage02_server.features.child_process",
     "stage02_server.features.images",
     "stage02_server.features.prompt_embeds",
     "stage02_server.features.hardening",

@@ -40,7 +40,7 @@ from stage03_engine.plugins import (
 ROOT = Path(__file__).parent.parent
 STAGES = ("stage01_cli", "stage02_server", "stage03_engine", "stage04_kernels")
 KERNELS = ("stage04_kernels/triton_kernels", "stage04_kernels/lab")  # stage 4's own tables name its rooms
-MAX_LINES, MAX_FILES = 8216, 74
+MAX_LINES, MAX_FILES = 8217, 74
 """Of the bare house; to become 7,500 and 75. The links and seams that features share are counted too: 75 lines for what is added to a layer
 and to a block's hash, for names of the model, and for conflicts; 19 for workers, models and stat loggers of a user's own; 56 for formats of
 weights, and for settings that reach whoever finds and reads a model's files; 7 for how a head lies in the KV cache; 14 for calls of the engine

@@ -9,13 +9,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 SIGNS = {
-    "subprocess", "start_process", "fork", "waitpid", "bind_sockets", "EngineProcess", "ForkServer", "WorkerLinks", "LinkToExecutor",
+    "subprocess", "start_process", "fork", "waitpid", "bind_sockets", "EngineProcess", "ForkServer", "WorkerLinks", "LinkToExecutor", "ChildProcess",
 }  # fmt: skip
 """A module that uses one of these starts a process, or has one at the other end of a pipe or a socket."""
 WAITS = {
     "wait", "communicate", "read", "readline", "readinto", "recv", "recv_multipart", "result", "poll", "select", "waitpid", "receive",
     "shake_hands", "read_message", "run", "check_call", "check_output",
 }  # fmt: skip
+BOUNDS = ("killed_after(", "._child.pipes(")  # the second one is the first one, for a ChildProcess
 BOUNDED_BY_AN_ARGUMENT = {"wait", "poll", "result", "recv", "recv_multipart", "receive", "select"}
 
 KILLED = "the process has been sent SIGKILL, which ends one that is stopped too"
@@ -36,9 +37,7 @@ REASONS: dict[str, set[str]] = {
         "stage01_cli/tools/own_server.py own_server process.wait",
         "stage01_cli/tools/own_server.py stop self.process.wait",
         "stage02_server/features/api_servers/server_process.py kill self.process.wait",
-        "stage02_server/features/audio/decoder.py _end process.communicate",
-        "stage02_server/features/chat_template/renderer.py _end process.communicate",
-        "stage02_server/features/images/decoder.py _end process.communicate",
+        "stage02_server/features/child_process/child.py _end process.communicate",
         "stage03_engine/core/features/distributed/spawned_workers.py reap_all process.wait",
         "stage03_engine/core/features/structured_output/grammar_checker.py _end process.wait",
     },
@@ -124,7 +123,8 @@ def waits(tree: ast.AST, function: str = "") -> Iterator[str]:
         if isinstance(node, ast.Call) and waits_without_bound(node):
             yield f"{inside} {ast.unparse(node.func)}"
         if not (
-            isinstance(node, ast.With) and any("killed_after" in ast.unparse(each.context_expr) for each in node.items)
+            isinstance(node, ast.With)
+            and any(bound in ast.unparse(each.context_expr) for each in node.items for bound in BOUNDS)
         ):
             yield from waits(node, inside)
 

@@ -73,8 +73,8 @@ def decoder() -> SoundDecoder:
 
 
 def pid_of(decoder: SoundDecoder) -> int:
-    assert decoder._process is not None
-    return decoder._process.pid
+    assert decoder._child.process is not None
+    return decoder._child.process.pid
 
 
 def decoded(decoder: SoundDecoder, data: bytes) -> np.ndarray:

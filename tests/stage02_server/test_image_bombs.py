@@ -50,8 +50,7 @@ def decoder() -> Iterator[ImageDecoder]:
 
 
 def end(decoder: ImageDecoder) -> None:
-    if decoder._process is not None:
-        decoder._finalizer()
+    decoder._child.end()
     decoder._thread.shutdown()
 
 
@@ -88,8 +87,8 @@ def test_a_head_that_lies(size: tuple[int, int], decoder: ImageDecoder) -> None:
     file = png(*size, zeros(1 << 30))
     with suppress(InvalidRequestError):
         decoded(decoder, file)
-    assert decoder._process is not None
-    memory = psutil.Process(decoder._process.pid).memory_info()
+    assert decoder._child.process is not None
+    memory = psutil.Process(decoder._child.process.pid).memory_info()
     assert memory.rss < 400 << 20
     assert len(decoded(decoder, encoded(picture(1))).data) == SIDE * SIDE * 3
 
@@ -105,13 +104,15 @@ def test_a_text_within_that_grows(decoder: ImageDecoder) -> None:
     rows = zlib.compress(b"".join(b"\0" + b"\x80" * 3 * 40 for _ in range(30)))
     with suppress(InvalidRequestError):
         decoded(decoder, png(40, 30, rows, chunk))
-    assert decoder._process is not None and psutil.Process(decoder._process.pid).memory_info().rss < 400 << 20
+    assert (
+        decoder._child.process is not None and psutil.Process(decoder._child.process.pid).memory_info().rss < 400 << 20
+    )
 
 
 def test_what_needs_too_much_memory(decoder: ImageDecoder) -> None:
     """Whoever allows more pixels than the process has memory for reads one line as well."""
     assert decoded(decoder, encoded(picture(1)))
-    process = psutil.Process(decoder._process.pid)  # type: ignore[union-attr]
+    process = psutil.Process(decoder._child.process.pid)  # type: ignore[union-attr]
     now = process.memory_info().vms
     process.rlimit(psutil.RLIMIT_AS, (now + (8 << 20), now + (8 << 20)))
     assert refusal(decoder, encoded(picture(2, (2000, 2000)))) in (
@@ -132,7 +133,7 @@ def test_what_takes_too_long() -> None:
 
 def test_a_process_that_was_killed_is_replaced(decoder: ImageDecoder) -> None:
     decoded(decoder, encoded(picture(1)))
-    process = decoder._process
+    process = decoder._child.process
     assert process is not None
     process.kill()
     process.wait()
@@ -143,8 +144,8 @@ def test_a_process_that_stands_still_is_replaced() -> None:
     decoder = ImageDecoder(settings_of(), silent_seconds=3)
     try:
         decoded(decoder, encoded(picture(1)))
-        assert decoder._process is not None
-        os.kill(decoder._process.pid, signal.SIGSTOP)
+        assert decoder._child.process is not None
+        os.kill(decoder._child.process.pid, signal.SIGSTOP)
         assert refusal(decoder, encoded(picture(1))) == "image_url: the image cannot be decoded."
         assert decoded(decoder, encoded(picture(1)))
     finally:
@@ -153,8 +154,8 @@ def test_a_process_that_stands_still_is_replaced() -> None:
 
 def test_the_process_is_limited(decoder: ImageDecoder) -> None:
     decoded(decoder, encoded(picture(1)))
-    assert decoder._process is not None
-    process = psutil.Process(decoder._process.pid)
+    assert decoder._child.process is not None
+    process = psutil.Process(decoder._child.process.pid)
     assert process.nice() == min(19, psutil.Process().nice() + NICENESS)
     assert 0 < process.rlimit(psutil.RLIMIT_AS)[0] < 2 << 30  # -1: none
 
@@ -162,7 +163,7 @@ def test_the_process_is_limited(decoder: ImageDecoder) -> None:
 def test_the_process_ends_with_its_decoder() -> None:
     decoder = ImageDecoder(settings_of())
     decoded(decoder, encoded(picture(1)))
-    process = decoder._process
+    process = decoder._child.process
     assert process is not None
     decoder._thread.shutdown()
     del decoder

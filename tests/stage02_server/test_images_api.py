@@ -190,7 +190,7 @@ def test_a_chat_without_images_starts_no_decoder(serve: Callable[..., InProcessS
     server = serve()
     assert server.post(CHAT, chat("Only words")).status_code == 200
     handler = server.app.state.openai_serving_chat
-    assert handler._loader.decoder._process is None
+    assert handler._loader.decoder._child.process is None
 
 
 # What is refused

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
-import subprocess
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
@@ -17,8 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from stage02_server.errors import RETRY_AFTER_SECONDS, APIError
 from stage02_server.features.audio.pieces import SAMPLE_RATE
-from stage03_engine.args.command import signals_are_ours
-from stage03_engine.args.processes import killed_after
+from stage02_server.features.child_process.child import ChildProcess
 from stage03_engine.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -31,76 +27,52 @@ CPU_SECONDS = 60.0  # for one file: what the limits allow takes about 15
 SILENT_SECONDS = 2 * CPU_SECONDS  # after which the process has been stopped, or gets no turn
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.communicate()
-
-
 class SoundDecoder:
     """One process, which starts with the first file, and is replaced when it has ended. Its methods wait: call them in a
     thread. They raise InvalidRequestError whatever the file does."""
 
     def __init__(self, max_seconds: int, cpu_seconds: float = CPU_SECONDS) -> None:
-        limits = [str(max_seconds), str(cpu_seconds)]
-        self._command = [sys.executable, "-m", "stage02_server.features.audio.process", *limits]
-        self._process: subprocess.Popen[bytes] | None = None
-        self._finalizer: weakref.finalize
+        self._child = ChildProcess("stage02_server.features.audio.process", str(max_seconds), str(cpu_seconds))
 
     def begin(self, data: bytes) -> int:
         """How many samples the sound has. `finish` must follow."""
         import numpy  # noqa: F401 - here, in the thread, the import holds up nobody
 
-        process = self._running()
+        if not self._child.runs:
+            self._child.start()
         try:
-            assert process.stdin is not None and process.stdout is not None
-            with killed_after(process, SILENT_SECONDS):
-                process.stdin.write(len(data).to_bytes(8, "little"))
-                process.stdin.write(data)
-                process.stdin.flush()
-                line = process.stdout.readline()
-            problem, length = json.loads(line or b"null") or self._ended(process)
+            with self._child.pipes(SILENT_SECONDS) as (to, answers):
+                to.write(len(data).to_bytes(8, "little"))
+                to.write(data)
+                to.flush()
+                line = answers.readline()
+            problem, length = json.loads(line or b"null") or (self._why_it_ended(), 0)
         except OSError:  # of a pipe whose other end is gone
-            problem, length = self._ended(process)
+            problem, length = self._why_it_ended(), 0
         if problem:
             raise InvalidRequestError(problem, "file")
         return length
 
     def finish(self, samples: np.ndarray | None) -> None:
         """Fill the samples, float32; None drops the sound."""
-        process = self._process
-        assert process is not None and process.stdin is not None and process.stdout is not None
         rest = memoryview(b"") if samples is None else samples.data.cast("B")
         try:
-            with killed_after(process, SILENT_SECONDS):
-                process.stdin.write(b"\1" if rest else b"\0")
-                process.stdin.flush()
-                while rest and (taken := process.stdout.readinto(rest)):  # type: ignore[attr-defined]
+            with self._child.pipes(SILENT_SECONDS) as (to, answers):
+                to.write(b"\1" if rest else b"\0")
+                to.flush()
+                while rest and (taken := answers.readinto(rest)):  # type: ignore[attr-defined]
                     rest = rest[taken:]
         except OSError:
             pass
         if rest:
-            raise InvalidRequestError(self._ended(process)[0], "file")
+            raise InvalidRequestError(self._why_it_ended(), "file")
 
     def kill(self) -> None:
         """End what runs, from any thread."""
-        if self._process is not None:
-            self._process.kill()
+        self._child.kill()
 
-    def _running(self) -> subprocess.Popen[bytes]:
-        if self._process is None or self._process.poll() is not None:
-            if self._process is not None:
-                self._finalizer()
-            pipe = subprocess.PIPE
-            with signals_are_ours():
-                self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
-            self._finalizer = weakref.finalize(self, _end, self._process)
-        return self._process
-
-    def _ended(self, process: subprocess.Popen[bytes]) -> tuple[str, int]:
-        """(why, 0), once the process is reaped."""
-        self._finalizer()
-        slow = process.returncode == -signal.SIGPROF
-        return "file takes too long to be decoded." if slow else "file cannot be decoded.", 0
+    def _why_it_ended(self) -> str:
+        return "file takes too long to be decoded." if self._child.end() else "file cannot be decoded."
 
 
 class SoundDecoders:

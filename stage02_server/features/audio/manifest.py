@@ -27,6 +27,6 @@ FEATURE = Feature(
     room=__package__,
     settings={"FrontendArgs": AudioFlags},
     parts=(Part("routes", ".routes:install", tasks=("transcription",), paths=PATHS),),
-    needs=("whisper", "several_prompts"),
+    needs=("whisper", "several_prompts", "child_process"),
     events=("request.language_detected", "request.validated", "sse.chunk"),
 )

@@ -39,5 +39,6 @@ FEATURE = Feature(
         Part("request", ".fields:ChatTemplateKwargs", key="ChatTemplateFields"),
         Part("request", ".fields:Continuation", key="ChatTemplateFields"),
     ),
+    needs=("child_process",),
     events=("template.spawned",),
 )

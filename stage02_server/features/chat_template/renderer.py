@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import signal
-import subprocess
-import sys
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
 from stage02_server.features.chat_template.framing import read_message, write_message
-from stage03_engine.args.command import signals_are_ours
-from stage03_engine.args.processes import killed_after
+from stage02_server.features.child_process.child import ChildProcess
 from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.plugins import find
 from stagetrace import trace
 
 SILENT_SECONDS = 20.0  # after which a process that may compute for one has been stopped, or gets no turn
 TRIES = 2  # of one prompt, if its process is killed from outside
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.communicate()
 
 
 class _EndedError(Exception):
@@ -38,7 +28,7 @@ class TemplateRenderer:
 
     def __init__(self, source: str | None, silent_seconds: float = SILENT_SECONDS) -> None:
         """`source` is the template of prompts that bring none."""
-        self._source, self._process = source, None
+        self._source, self._child = source, ChildProcess("stage02_server.features.chat_template.process")
         pool = find("server", "turns") or ThreadPoolExecutor  # without turns by key: first come, first served
         self._thread = pool(1, "template")
         self._silent_seconds = silent_seconds
@@ -59,38 +49,25 @@ class TemplateRenderer:
     def _render(self, source: str | None, variables: str) -> str:
         for _ in range(TRIES):
             with suppress(_EndedError):
-                if self._process is None or self._process.poll() is not None:  # killed since then
+                if not self._child.runs:
                     self._start()
                 return self._ask([source, variables])
         raise InvalidRequestError("its process was ended; send the request again", "messages")
 
-    _process: subprocess.Popen[bytes] | None
-    _finalizer: weakref.finalize
-
     def _start(self) -> None:
-        if self._process is not None:
-            self._finalizer()
-        command = [sys.executable, "-m", "stage02_server.features.chat_template.process"]
-        pipe = subprocess.PIPE
-        with signals_are_ours():
-            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
-        self._finalizer = weakref.finalize(self, _end, self._process)
-        if trace.on:
-            trace.emit("template.spawned", pid=self._process.pid)
+        self._child.start()
+        if trace.on and self._child.process is not None:
+            trace.emit("template.spawned", pid=self._child.process.pid)
         if self._source is not None:
             self.content_format = self._ask([self._source])
 
     def _ask(self, message: list[Any]) -> str:
-        process = self._process
-        assert process is not None and process.stdin is not None and process.stdout is not None
         try:
-            with killed_after(process, self._silent_seconds):
-                write_message(process.stdin, message)
-                problem, text = read_message(process.stdout)
+            with self._child.pipes(self._silent_seconds) as (requests, prompts):
+                write_message(requests, message)
+                problem, text = read_message(prompts)
         except (EOFError, OSError):  # of a pipe whose other end is gone
-            self._process = None
-            self._finalizer()
-            if process.returncode != -signal.SIGPROF:
+            if not self._child.end():
                 raise _EndedError("its process was ended") from None
             problem, text = "it takes too long", ""
         if problem:

@@ -29,6 +29,6 @@ FEATURE = Feature(
         Part("routes", ".serving:install", tasks=("image",)),
         Part("server", ".offline:OfflineImages", key="offline_images"),
     ),
-    needs=("multimodal", "chat_template", "held_bytes"),
+    needs=("multimodal", "chat_template", "held_bytes", "child_process"),
     events=("image.loaded",),
 )

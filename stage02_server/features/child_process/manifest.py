@@ -1,0 +1,12 @@
+"""A process that does what may go wrong: features need it who decode or render what strangers send."""
+
+from __future__ import annotations
+
+from stage03_engine.plugins import Feature
+
+FEATURE = Feature(
+    name="child_process",
+    help="a process for what strangers send, which is replaced when it has ended",
+    room=__package__,
+    also=(__package__ + ".child",),
+)
