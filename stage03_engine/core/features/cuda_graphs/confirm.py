@@ -43,14 +43,13 @@ def measure(asked: dict[str, Any]) -> dict[str, Any]:
     simulate, compilation = asked.pop("simulate"), {"mode": asked.pop("mode"), "cudagraph_mode": asked.pop("cut")}
     if simulate and compilation["cudagraph_mode"] != "NONE":
         compilation |= {"cudagraph_simulate": True, "cudagraph_capture_sizes": [1, 8, 64]}
-    where = (
-        {"device": "cpu", "attention_backend": "torch", "linear_backend": "torch"} if simulate else {"device": "cuda"}
+    on_a_cpu = {"device": "cpu", "attention_backend": "torch", "linear_backend": "torch"}
+    cache = CACHE_BYTES // 100 if simulate else CACHE_BYTES
+    asked |= {"kv_cache_memory_bytes": cache, "enable_prefix_caching": False} | (
+        on_a_cpu if simulate else {"device": "cuda"}
     )
-    cache = {"kv_cache_memory_bytes": CACHE_BYTES // 100 if simulate else CACHE_BYTES, "enable_prefix_caching": False}
     with tempfile.TemporaryDirectory() as folder:
-        with LLM(
-            **asked, **where, **cache, compilation_config=compilation, skip_tokenizer_init=True, trace=folder
-        ) as llm:
+        with LLM(**asked, compilation_config=compilation, skip_tokenizer_init=True, trace=folder) as llm:
             found = _times(llm, simulate) | {"reserved_bytes": 0 if simulate else torch.cuda.memory_reserved()}
         run = read_run(folder)
     steps = Counter(event.args["mode"] for event in run.named("graphs.dispatched"))
