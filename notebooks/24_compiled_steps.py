@@ -10,7 +10,9 @@
 # | flags and modes | [`compilation_of`](../stage03_engine/core/features/compilation/config_json.py) | `config/compilation.py` CompilationConfig |
 # | the model as graphs | [`CompiledModelHook`](../stage03_engine/core/features/compilation/compiled.py) | `compilation/decorators.py` support_torch_compile |
 # | how long the last start took | [`recall`](../stage03_engine/core/features/compilation/measured.py) | none |
-# | decode steps, recorded whole | [`CudaGraphHook`](../stage03_engine/core/features/cuda_graphs/cuda_graphs.py) | `v1/worker/gpu_model_runner.py` capture_model |
+# | decode steps, recorded whole | [`DecodeGraphs`](../stage03_engine/core/features/cuda_graphs/cuda_graphs.py) | `v1/worker/gpu_model_runner.py` capture_model |
+# | any steps, in pieces | [`PiecewiseGraphs`](../stage03_engine/core/features/cuda_graphs/piecewise.py) | `compilation/piecewise_backend.py` |
+# | which step takes which | [`CudaGraphHook`](../stage03_engine/core/features/cuda_graphs/graph_hook.py) | `v1/cudagraph_dispatcher.py` CudagraphDispatcher |
 # | the same by hand, on a CPU | [the native functions](../stage04_kernels/README.md) | `csrc/cpu` |
 
 # %%
@@ -24,6 +26,10 @@ import torch
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 
+from stage03_engine.arg_utils import EngineArgs
+from stage03_engine.core.features.cuda_graphs.piecewise import PiecewiseGraphs
+from stage03_engine.core.features.cuda_graphs.simulated import GraphError, SimulatedGraphs, operations_of
+from stage03_engine.core.model_runner import ModelRunner
 from stage03_engine.llm import LLM
 from stage03_engine.sampling_params import SamplingParams
 from stagetrace import read_run
@@ -151,7 +157,7 @@ lab.say(f"here a break cost {(rows[-1][2] - rows[0][2]) / 11:.1f} us a call")
 # ## The engine's modes
 #
 # Attention is what stops it in a model: its work depends on numbers in the metadata. Mode 1 leaves it as it is, so every layer breaks the graph. Mode 3 makes attention *one operation* of which the compiler knows the shapes alone: a whole step is one graph. (`-O0` is
-# mode 0; `-O1` to `-O3` are mode 3 on a GPU, and change nothing on a CPU.)
+# mode 0; `-O1` to `-O3` are mode 3 on a GPU, and record more and more of a step there, as the end of this page shows; they change nothing on a CPU.)
 
 # %% [markdown] tags=["predict"]
 # > **Predict.** A graph for one token and one for more, since a size of 1 is compiled apart. How many graphs does mode 3 make of a GPT-2 with two layers, and how many does mode 1 make of it: more than its layers, or fewer?
@@ -213,8 +219,89 @@ lab.say(f"a step of Inductor's is {gained:.2f} times as fast as torch's own, on 
 # %% [markdown]
 # `eager` and `aot_eager` change no operation: what they cost or win is what noting and guarding costs. So they are the control of the experiment. `serve --dry-run` says what would be compiled, and how long it took the last time; before the first start nobody can know.
 #
-# **What is not there: CUDA graphs of parts of a step.** A CUDA graph repeats launches with the same memory. A decode step is recorded whole here. A mixed step cannot be, because its attention is cut differently each time; vLLM records the pieces between attentions and launches attention
-# by itself. Each piece must find its inputs where they were when it was recorded, and which of torch's buffers those are is decided by the allocator of the GPU while it records.
+# ## The pieces of a step
+#
+# On a GPU a launch costs the processor as much as a small kernel takes. A *CUDA graph* repeats launches, with one call, on the memory that they had when they were recorded. A decode step is recorded whole, with the sampler in it. A mixed step cannot be, because its attention is cut
+# differently each time. So it is cut at attention: what lies between two attentions depends on the number of rows alone, and is recorded for some numbers; attention runs in between. There need be no GPU to look at this: what follows records on a CPU, under the same rules.
+
+# %% [markdown] tags=["predict"]
+# > **Predict.** Into how many pieces is a step of these two layers cut?
+
+# %% tags=["predict"]
+lab.predict(pieces_of_a_step=None)
+
+# %%
+PLAIN = {"linear_backend": "torch", "attention_backend": "torch"}
+runner = ModelRunner(EngineArgs.from_kwargs(model="gpt2-tiny", **SMALL, **SHORT, **PLAIN), torch.device("cpu"))
+runner.load_model()
+with torch.inference_mode():
+    caches = runner.new_kv_caches(2, runner.device)
+    pieces = PiecewiseGraphs(runner.model, caches, [4], runner.device, SimulatedGraphs())
+graphs_of_step = [operations_of(replay) for replay in pieces.replays(4)]
+lab.table(
+    [(number, len(names), " ".join(names)) for number, names in enumerate(graphs_of_step)],
+    "piece",
+    "operations",
+    "what it repeats",
+)
+lab.claim("there is one before, between and after the attentions", len(graphs_of_step) == LAYERS + 1)
+lab.claim(
+    "no piece holds a softmax: that is attention's",
+    not any("softmax" in name for names in graphs_of_step for name in names),
+)
+lab.claim(
+    "each but the last ends by copying queries, keys and values side by side",
+    all(names[-1] == "cat" for names in graphs_of_step[:-1]),
+)
+lab.compare(pieces_of_a_step=len(graphs_of_step))
+
+# %% [markdown]
+# A recording knows addresses, and nothing else. Whatever changes from step to step must be copied to where it was; who puts another tensor in its place goes on computing with the old numbers. A GPU says nothing then. These rules do:
+
+# %%
+fixed, pieces._input_ids = pieces._input_ids, torch.ones(4, dtype=torch.int64)  # put in its place, not copied into it
+del fixed
+try:
+    pieces.replays(4)[0]()
+    said = "nothing"
+except GraphError as error:
+    said = str(error)
+lab.say(f"the first piece says: {said}")
+lab.claim("it does not go on with old numbers", "nobody keeps" in said)
+
+# %% [markdown]
+# And in the engine: a prompt's step and a decode step are padded to the next recorded size, larger ones run as they are. `graphs.dispatched` says which, and why.
+
+# %%
+folder = lab.new_folder()
+how = {"cudagraph_simulate": True, "cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [1, 8]}
+with LLM("gpt2-tiny", **SMALL, **SHORT, trace=str(folder), compilation_config=how) as llm:
+    outputs = llm.generate(
+        ["To be, or", "To be, or not to be, that is"], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    )
+with LLM("gpt2-tiny", **SMALL, **SHORT, **PLAIN) as llm:
+    expected = llm.generate(
+        ["To be, or", "To be, or not to be, that is"], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    )
+taken = [event.args for event in read_run(folder).named("graphs.dispatched")]
+lab.table(
+    [(one["num_tokens"], one["mode"], one["size"] or "-", one["why"]) for one in taken],
+    "tokens",
+    "recording",
+    "padded to",
+    "why",
+)
+lab.claim(
+    "the tokens are those of steps that run",
+    [one.outputs[0].token_ids for one in outputs] == [one.outputs[0].token_ids for one in expected],
+)
+lab.claim(
+    "each step is padded to the next size, or runs",
+    all(one["size"] == (0 if one["num_tokens"] > 8 else 1 if one["num_tokens"] == 1 else 8) for one in taken),
+)
+
+# %% [markdown]
+# What this cannot show is speed, and what a GPU's allocator does with memory that graphs share. On a GPU, `python -m stage03_engine.core.features.cuda_graphs.confirm` measures every mode.
 
 # %% [markdown] tags=["exercise"]
 # ## Exercise: which operations share a pass

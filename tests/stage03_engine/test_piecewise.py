@@ -10,6 +10,7 @@ from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
 
+import msgspec
 import pytest
 import torch
 from drafting import small_llama
@@ -105,6 +106,29 @@ def check_python() -> None:
             check_again(hook.pieces.replays(size), record)
     for recorded in hook.full._recorded.values() if hook.full is not None else ():
         check_again(recorded.replay.replays, lambda graphs, run=recorded.run: cuda_graphs.whole(graphs, run))
+
+
+def test_steps_with_adapters_run_and_the_others_are_replayed(tmp_path: Path) -> None:
+    """Alone, and side by side with a request that has none."""
+    greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    ship = msgspec.structs.replace(greedy, lora="ship")
+    settings: dict[str, Any] = SMALL | {
+        "enable_lora": True,
+        "lora_modules": ["ship=gpt2-tiny-ship"],
+        "enable_prefix_caching": False,
+    }
+    found = []
+    for more in (
+        {"attention_backend": "torch", "linear_backend": "torch"},
+        {"compilation_config": PIECES, "trace": str(tmp_path)},
+    ):
+        with LLM("gpt2-tiny", **settings, **more) as llm:
+            asked = [llm.generate([[7, 8, 9]], params) for params in (greedy, ship, greedy)]
+            asked.append(llm.generate([[7, 8], [9]], [ship, greedy]))
+            found.append([output.outputs[0].token_ids for outputs in asked for output in outputs])
+    assert found[0] == found[1] and found[0][0] == found[0][2] != found[0][1]
+    modes = [event.args["mode"] for event in read_run(tmp_path).named("graphs.dispatched")]
+    assert modes == ["PIECEWISE"] * 4 + ["NONE"] * 4 + ["PIECEWISE"] * 4 + ["NONE"] * 4
 
 
 @pytest.mark.parametrize("name", SETTINGS)

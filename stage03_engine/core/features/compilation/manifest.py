@@ -24,12 +24,12 @@ class CompilationConfig:
 
     compilation_config: dict[str, Any] | None = option(
         None,
-        'compile the model with torch.compile, as JSON: {"mode": 3}, or 1 to see what breaks its graphs cost; also "backend" and "cache_dir"',
+        'compile the model with torch.compile, as JSON: {"mode": 3}, or 1 to see what breaks its graphs cost; also "backend" and "cache_dir"; "cudagraph_mode" and "cudagraph_capture_sizes" say which steps are recorded as CUDA graphs',
         aliases=("-cc",),
     )
     optimization_level: int | None = option(
         None,
-        "0: nothing is compiled by torch.compile; 1 to 3: on a GPU the model is, while on a CPU the native functions stay, which are faster there",
+        "0: nothing is compiled by torch.compile, no CUDA graphs; 1: on a GPU the model is compiled, and steps are recorded in pieces; 2 and 3: decode steps whole as well; on a CPU the native functions stay, which are faster there",
         aliases=("-O",),
         at_least=0,
     )

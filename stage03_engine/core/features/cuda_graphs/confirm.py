@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from statistics import median
 from typing import Any
 
@@ -37,55 +38,52 @@ def measure(asked: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from stage03_engine.llm import LLM
-    from stage03_engine.sampling_params import SamplingParams
     from stagetrace import read_run
 
-    simulate = asked.pop("simulate")
-    compilation = {"mode": asked.pop("mode"), "cudagraph_mode": asked.pop("cut")}
+    simulate, compilation = asked.pop("simulate"), {"mode": asked.pop("mode"), "cudagraph_mode": asked.pop("cut")}
     if simulate and compilation["cudagraph_mode"] != "NONE":
         compilation |= {"cudagraph_simulate": True, "cudagraph_capture_sizes": [1, 8, 64]}
-    settings: dict[str, Any] = asked | (
-        {"device": "cpu", "attention_backend": "torch", "linear_backend": "torch"} if simulate else {"device": "cuda"}
+    on_a_cpu = {"device": "cpu", "attention_backend": "torch", "linear_backend": "torch"}
+    cache = CACHE_BYTES // 100 if simulate else CACHE_BYTES
+    asked |= {"kv_cache_memory_bytes": cache, "enable_prefix_caching": False} | (
+        on_a_cpu if simulate else {"device": "cuda"}
     )
-    lengths, tokens, cache = ((5, 1, 33), 4, 20_000_000) if simulate else ((5, 1, 150, 40), 24, CACHE_BYTES)
     with tempfile.TemporaryDirectory() as folder:
-        with LLM(
-            **settings, compilation_config=compilation, kv_cache_memory_bytes=cache, enable_prefix_caching=False, skip_tokenizer_init=True, trace=folder
-        ) as llm:  # fmt: skip
-            prompts = [[(7 * place + number) % 200 for place in range(length)] for number, length in enumerate(lengths)]
-            params = [
-                SamplingParams(temperature=number % 2, seed=number, max_tokens=tokens, ignore_eos=True)
-                for number in range(len(prompts))
-            ]
-            answers = [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params)]
-
-            def seconds(count: int, length: int, new: int) -> float:
-                began = time.perf_counter()
-                llm.generate(
-                    [[number % 200] * length for number in range(count)],
-                    SamplingParams(temperature=0, max_tokens=new, ignore_eos=True),
-                )
-                return time.perf_counter() - began
-
-            def milliseconds(count: int) -> float:
-                """Of one decode step of so many requests."""
-                steps = 4 if simulate else 64
-                found = [
-                    (seconds(count, 4, steps + 1) - seconds(count, 4, 1)) / steps for _ in range(1 if simulate else 5)
-                ]
-                return round(1000 * median(found), 3)
-
-            decodes = {str(count): milliseconds(count) for count in ((1, 8) if simulate else (1, 8, 32))}
-            prefill = round(1000 * median(seconds(8, 40, 1) for _ in range(1 if simulate else 9)), 3)
-            reserved = 0 if simulate else torch.cuda.memory_reserved()
+        with LLM(**asked, compilation_config=compilation, skip_tokenizer_init=True, trace=folder) as llm:
+            found = _times(llm, simulate) | {"reserved_bytes": 0 if simulate else torch.cuda.memory_reserved()}
         run = read_run(folder)
-    taken: dict[str, int] = {}
-    for event in run.named("graphs.dispatched"):
-        taken[event.args["mode"]] = taken.get(event.args["mode"], 0) + 1
-    return {
-        "answers": answers, "decode_ms": decodes, "prompts_ms": prefill, "recorded_s": round(sum(event.args["seconds"] for event in run.named("graphs.captured")), 2),
-        "reserved_bytes": reserved, "steps": taken,
-    }  # fmt: skip
+    steps = Counter(event.args["mode"] for event in run.named("graphs.dispatched"))
+    recorded = sum(event.args["seconds"] for event in run.named("graphs.captured"))
+    return found | {"recorded_s": round(recorded, 2), "steps": steps}
+
+
+def _times(llm: Any, simulate: bool) -> dict[str, Any]:
+    """Answers that must be the same, and milliseconds: of a decode step of so many requests, and of a step with 8 prompts."""
+    from stage03_engine.sampling_params import SamplingParams
+
+    lengths, tokens, steps, repeats = ((5, 1, 33), 4, 4, 1) if simulate else ((5, 1, 150, 40), 24, 64, 5)
+    prompts = [[(7 * place + number) % 200 for place in range(length)] for number, length in enumerate(lengths)]
+    params = [
+        SamplingParams(temperature=number % 2, seed=number, max_tokens=tokens, ignore_eos=True) for number in range(len(prompts))
+    ]  # fmt: skip
+    answers = [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params)]
+
+    def seconds(count: int, length: int, new: int) -> float:
+        asked, params = (
+            [[number % 200] * length for number in range(count)],
+            SamplingParams(temperature=0, max_tokens=new, ignore_eos=True),
+        )
+        began = time.perf_counter()
+        llm.generate(asked, params)
+        return time.perf_counter() - began
+
+    def decode(count: int) -> float:
+        found = [(seconds(count, 4, steps + 1) - seconds(count, 4, 1)) / steps for _ in range(repeats)]
+        return round(1000 * median(found), 3)
+
+    decodes = {str(count): decode(count) for count in ((1, 8) if simulate else (1, 8, 32))}
+    prefill = round(1000 * median(seconds(8, 40, 1) for _ in range(2 * repeats - 1)), 3)
+    return {"answers": answers, "decode_ms": decodes, "prompts_ms": prefill}
 
 
 def child(asked: dict[str, Any]) -> dict[str, Any]:

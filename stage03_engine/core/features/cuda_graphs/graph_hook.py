@@ -123,6 +123,7 @@ class CudaGraphHook(RunnerHook):
             held = record(some)
             taken.append(max(0, before - free_bytes()))
             del held
+            self._after.clear()
         return taken[0] + max(0, taken[1] - taken[0]) * (len(sizes) - 1)
 
     def _record(self, kv_caches: list[Tensor], sizes: list[int], capture: Callable[[Run], Run]) -> DecodeGraphs:

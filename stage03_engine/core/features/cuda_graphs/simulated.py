@@ -278,6 +278,12 @@ class SimulatedGraphs:
         return program.replay
 
 
+def operations_of(replay: Replay) -> list[str]:
+    """What a graph does, in order."""
+    program: _Program = replay.__self__  # type: ignore[attr-defined]
+    return [operation.name.removeprefix("aten::") for operation in program.operations]
+
+
 def check_again(replays: list[Replay], record: Callable[[SimulatedGraphs], Any]) -> None:
     """Record once more, and raise GraphError where Python would now run something else than what the graphs hold: another operation, another
     number of Python's, or a tensor at another address."""
