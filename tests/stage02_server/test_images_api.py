@@ -19,22 +19,34 @@ import httpx
 import pytest
 import torch
 from patience import PATIENCE, wait_until
-from pictures_elsewhere import FAILING, MOST_BYTES, READABLE, UNREADABLE, Files, apart, folder_of_files, serving_files
-from server_under_test import InProcessServer, RecordingEcho, ServerProcess
-from small_llava import PLACES, SIDE, encoded, llava_folder, picture
+from pictures_elsewhere import (
+    FAILING,
+    MOST_BYTES,
+    READABLE,
+    UNREADABLE,
+    Files,
+    config,
+    folder,
+    folder_of_files,
+    serve,
+    server_of,
+    serving_files,
+)  # fmt: skip
+from server_under_test import InProcessServer, ServerProcess
+from small_llava import PLACES, SIDE, encoded, picture
 
 from stage02_server.features.images import fetch as fetch_module, serving as serving_module
 from stage02_server.features.images.decode import FORMATS, prepared
 from stage02_server.features.images.fetch import MediaFetcher, is_public
 from stage02_server.features.images.manifest import ImageFlags
 from stage02_server.features.images.serving import MOST_COPIES
-from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.multimodal.llava import read_processor
 from stage03_engine.multimodal.manifest import DEFAULT_LIMIT, MultiModalConfig
 from stage03_engine.params.multimodal import MultiModalInputs
 
+__all__ = ["config", "folder", "serve"]  # fixtures
 ROOT = Path(__file__).parents[2]
 CHAT = "/v1/chat/completions"
 
@@ -55,42 +67,6 @@ def at(url: str) -> dict[str, Any]:
 
 def chat(*parts: Any, **fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": list(parts)}], "max_tokens": 4, "temperature": 0} | fields
-
-
-class Seen(RecordingEcho):
-    """Remembers the requests of the engine."""
-
-    def __init__(self, config: VllmConfig) -> None:
-        super().__init__(config=config)
-        self.requests: list[Any] = []
-
-    async def add_request_async(self, request: Any) -> None:
-        self.requests.append(request)
-        await super().add_request_async(request)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return llava_folder(tmp_path_factory.mktemp("llava") / "model")
-
-
-@pytest.fixture(scope="module")
-def config(folder: Path) -> VllmConfig:
-    return EngineArgs.from_kwargs(model=str(folder))
-
-
-@pytest.fixture
-def serve(config: VllmConfig) -> Iterator[Callable[..., InProcessServer]]:
-    servers: list[InProcessServer] = []
-
-    def make(**args: Any) -> InProcessServer:
-        rest, mine = apart(args, config)
-        servers.append(InProcessServer(Seen(mine), mine, **rest))
-        return servers[-1]
-
-    yield make
-    for server in servers:
-        server.close()
 
 
 def refusal(server: InProcessServer, body: dict[str, Any], status: int = 400) -> str:
@@ -561,17 +537,16 @@ def test_a_file_below_the_folder(
     (tmp_path / "link").symlink_to(media)
     named = media if through == "itself" else tmp_path / "link"
     server = serve(allowed_local_media_path=str(named))
-    for folder in {media, named}:
-        response = server.post(CHAT, chat(at(READABLE[how](folder))))
+    for as_said in {media, named}:
+        response = server.post(CHAT, chat(at(READABLE[how](as_said))))
         assert response.status_code == 200, response.text
     assert all(len(each.task.features) == 1 for each in server.client.requests)  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="module")
 def with_media(media: Path, config: VllmConfig) -> Iterator[InProcessServer]:
-    given = {"allowed_local_media_path": str(media), "max_image_bytes": MOST_BYTES}
-    _, mine = apart(given, config)
-    with closing(InProcessServer(Seen(mine), mine)) as server:
+    made = server_of(config, allowed_local_media_path=str(media), max_image_bytes=MOST_BYTES)
+    with closing(made) as server:
         yield server
 
 

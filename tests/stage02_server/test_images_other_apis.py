@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -12,52 +13,23 @@ import openai
 import pytest
 from anthropic import Anthropic
 from patience import PATIENCE
-from pictures_elsewhere import apart
-from server_under_test import InProcessServer, RecordingEcho, ServerProcess
-from small_llava import PLACES, SIDE, encoded, llava_folder, picture, reference_tokens
+from pictures_elsewhere import config, folder, server_of
+from server_under_test import InProcessServer, ServerProcess
+from small_llava import PLACES, SIDE, encoded, picture, reference_tokens
 from tokenizers import Tokenizer
 
-from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.config import VllmConfig
 
 RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
+__all__ = ["config", "folder"]  # fixtures
 TEXT = "user: Is <image> like <image>? assistant:"  # what small_llava's template makes of the parts below
-
-
-class Seen(RecordingEcho):
-    """Remembers the requests of the engine."""
-
-    def __init__(self, config: VllmConfig) -> None:
-        super().__init__(config=config)
-        self.requests: list[Any] = []
-
-    async def add_request_async(self, request: Any) -> None:
-        self.requests.append(request)
-        await super().add_request_async(request)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return llava_folder(tmp_path_factory.mktemp("llava") / "model")
-
-
-@pytest.fixture(scope="module")
-def config(folder: Path) -> VllmConfig:
-    return EngineArgs.from_kwargs(model=str(folder))
 
 
 @pytest.fixture
 def serve(config: VllmConfig) -> Iterator[Callable[..., InProcessServer]]:
-    servers: list[InProcessServer] = []
-
-    def make(**args: Any) -> InProcessServer:
-        rest, mine = apart(args, config)
-        servers.append(InProcessServer(Seen(mine), mine, served_model_name=("m",), **rest))
-        return servers[-1]
-
-    yield make
-    for server in servers:
-        server.close()
+    """With a name for the model, which these APIs want."""
+    with ExitStack() as servers:
+        yield lambda **args: servers.enter_context(closing(server_of(config, served_model_name=("m",), **args)))
 
 
 def base64_of(data: bytes | int) -> str:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from patience import PATIENCE
-from steered_engines import Engines, SteeredEngine, config_of
+from steered_engines import Engines, SteeredEngine, config_of, settle, started
 
 from stage03_engine.disaggregation.client import PARAMS, DisaggregatedClient
 from stage03_engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
@@ -91,29 +90,9 @@ class Front:
         )
 
 
-@asynccontextmanager
-async def front() -> AsyncIterator[Front]:
-    made = Front()
-    made.client.start_process()
-    await made.client.start()
-    reading = asyncio.create_task(made.read())
-    try:
-        yield made
-    finally:
-        made.client.shutdown()
-        reading.cancel()
-        await asyncio.gather(reading, return_exceptions=True)
-
-
-async def settle() -> None:
-    """Let everything happen that can, without time."""
-    for _ in range(60):
-        await asyncio.sleep(0)
-
-
 def run(test: Callable[[Front], Awaitable[None]]) -> None:
     async def whole() -> None:
-        async with front() as made:
+        async with started(Front()) as made:
             await test(made)
 
     asyncio.run(asyncio.wait_for(whole(), PATIENCE))
