@@ -1,4 +1,4 @@
-"""Another server with pictures, a folder with good and bad files, and the settings that say whether they are asked for."""
+"""What tests of pictures share: a model that sees and its server, another server that has pictures, and a folder with good and bad files."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from small_llava import encoded, picture
+import pytest
+from server_under_test import InProcessServer, RecordingEcho
+from small_llava import encoded, llava_folder, picture
 
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.config import VllmConfig
@@ -21,11 +23,43 @@ from stage03_engine.multimodal.manifest import MultiModalConfig
 OF_ENGINE = {field.name for field in fields(MultiModalConfig)}
 
 
-def apart(args: dict[str, Any], config: VllmConfig) -> tuple[dict[str, Any], VllmConfig]:
-    """(the settings of the server, those of the engine): `args` has both, `config` the model. Raises ConfigError."""
+class Seen(RecordingEcho):
+    """Remembers the requests of the engine."""
+
+    def __init__(self, config: VllmConfig) -> None:
+        super().__init__(config=config)
+        self.requests: list[Any] = []
+
+    async def add_request_async(self, request: Any) -> None:
+        self.requests.append(request)
+        await super().add_request_async(request)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that sees."""
+    return llava_folder(tmp_path_factory.mktemp("llava") / "model")
+
+
+@pytest.fixture(scope="module")
+def config(folder: Path) -> VllmConfig:
+    """Its configuration."""
+    return EngineArgs.from_kwargs(model=str(folder))
+
+
+def server_of(config: VllmConfig, **args: Any) -> InProcessServer:
+    """A server of this model, with settings of its own and of the engine's for pictures. Raises ConfigError."""
     media = {name: value for name, value in args.items() if name in OF_ENGINE}
     rest = {name: value for name, value in args.items() if name not in OF_ENGINE}
-    return rest, EngineArgs.from_kwargs(model=config.model_config.model, **media) if media else config
+    mine = EngineArgs.from_kwargs(model=config.model_config.model, **media) if media else config
+    return InProcessServer(Seen(mine), mine, **rest)
+
+
+@pytest.fixture
+def serve(config: VllmConfig) -> Iterator[Callable[..., InProcessServer]]:
+    """Makes servers, which end with the test."""
+    with ExitStack() as servers:
+        yield lambda **args: servers.enter_context(closing(server_of(config, **args)))
 
 
 class Files(http.server.BaseHTTPRequestHandler):
@@ -152,7 +186,7 @@ UNREADABLE: dict[str, tuple[Callable[[Path], str], str]] = {
     "a file as a folder": (lambda folder: f"file://{folder}/a.png/b.png", "is not there, or cannot be read"),
     "nothing": (lambda folder: f"file://{folder}/c.png", "is not there, or cannot be read"),
     "too long a name": (lambda folder: f"file://{folder}/{'c' * 5000}", "is not there, or cannot be read"),
-    "a terabyte": (lambda folder: f"file://{folder}/huge.png", f"at most {MOST_BYTES} "),
+    "a terabyte": (lambda folder: f"file://{folder}/huge.png", f"has {1 << 40} bytes; at most"),
     "one byte too many": (lambda folder: f"file://{folder}/one%20too%20many.png", f"at most {MOST_BYTES} "),
     "no picture": (lambda folder: f"file://{folder}/text.png", "is none of PNG"),
     "another machine": (lambda folder: f"file://example.org{folder}/a.png", "does not begin like file:///"),

@@ -1,43 +1,24 @@
-"""A server of a model that sees, without an engine: what it would have been asked is remembered."""
+"""Servers of any model that sees, without an engine, and the pictures that they get."""
 
 from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from typing import Any
 
-from pictures_elsewhere import apart
+from pictures_elsewhere import server_of
 from PIL import Image
-from server_under_test import InProcessServer, RecordingEcho
+from server_under_test import InProcessServer
 from small_llava import encoded, picture
 
 from stage03_engine.config import VllmConfig
 
 
-class Seen(RecordingEcho):
-    """Remembers the requests of the engine."""
-
-    def __init__(self, config: VllmConfig) -> None:
-        super().__init__(config=config)
-        self.requests: list[Any] = []
-
-    async def add_request_async(self, request: Any) -> None:
-        self.requests.append(request)
-        await super().add_request_async(request)
-
-
 def seeing_servers(config: VllmConfig, **always: Any) -> Iterator[Callable[..., InProcessServer]]:
     """What a fixture yields: it makes servers, which end with the test."""
-    servers: list[InProcessServer] = []
-
-    def make(**args: Any) -> InProcessServer:
-        rest, mine = apart(args, config)
-        servers.append(InProcessServer(Seen(mine), mine, **always, **rest))
-        return servers[-1]
-
-    yield make
-    for server in servers:
-        server.close()
+    with ExitStack() as servers:
+        yield lambda **args: servers.enter_context(closing(server_of(config, **always, **args)))
 
 
 def data_url(shown: bytes | int | Image.Image, kind: str = "png") -> str:

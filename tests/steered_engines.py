@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from server_under_test import byte_config
 
@@ -174,3 +175,34 @@ class Engines:
 
     def __getitem__(self, index: int) -> Any:
         return [each for each in self.made if each.index == index][-1]
+
+
+class Front(Protocol):
+    """A client over steered engines, and what reads from it."""
+
+    client: Any
+
+    async def read(self) -> None: ...
+
+
+F = TypeVar("F", bound=Front)
+
+
+@asynccontextmanager
+async def started(front: F) -> AsyncIterator[F]:
+    """Its engines are started, and what they say is read."""
+    front.client.start_process()
+    await front.client.start()
+    reading = asyncio.create_task(front.read())
+    try:
+        yield front
+    finally:
+        front.client.shutdown()
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+
+
+async def settle() -> None:
+    """Let everything happen that can, without time."""
+    for _ in range(60):
+        await asyncio.sleep(0)

@@ -18,17 +18,28 @@ import httpx
 import pytest
 import torch
 from patience import PATIENCE, wait_until
-from pictures_elsewhere import FAILING, MOST_BYTES, READABLE, UNREADABLE, Files, apart, folder_of_files, serving_files
-from seeing_server import Seen, data_url, image_part as image, seeing_servers
+from pictures_elsewhere import (
+    FAILING,
+    MOST_BYTES,
+    READABLE,
+    UNREADABLE,
+    Files,
+    config,
+    folder,
+    folder_of_files,
+    serve,
+    server_of,
+    serving_files,
+)  # fmt: skip
+from seeing_server import data_url, image_part as image
 from server_under_test import InProcessServer, ServerProcess
-from small_llava import PLACES, SIDE, encoded, llava_folder, picture
+from small_llava import PLACES, SIDE, encoded, picture
 
 from stage02_server.features.images import fetch as fetch_module, serving as serving_module
 from stage02_server.features.images.decode import FORMATS, prepared
 from stage02_server.features.images.fetch import MediaFetcher, is_public
 from stage02_server.features.images.manifest import ImageFlags
 from stage02_server.features.images.serving import MOST_COPIES
-from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.config import VllmConfig
 from stage03_engine.errors import ConfigError, InvalidRequestError
 from stage03_engine.multimodal.llava import read_processor
@@ -36,6 +47,7 @@ from stage03_engine.multimodal.manifest import DEFAULT_LIMIT, MultiModalConfig
 from stage03_engine.multimodal.registry import MULTIMODAL_REGISTRY
 from stage03_engine.params.multimodal import MultiModalInputs
 
+__all__ = ["config", "folder", "serve"]  # fixtures
 ROOT = Path(__file__).parents[2]
 CHAT = "/v1/chat/completions"
 LIMITS = (1 << 20, 1 << 20, 1 << 20)  # bytes, pixels, tokens
@@ -47,21 +59,6 @@ def at(url: str) -> dict[str, Any]:
 
 def chat(*parts: Any, **fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": list(parts)}], "max_tokens": 4, "temperature": 0} | fields
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return llava_folder(tmp_path_factory.mktemp("llava") / "model")
-
-
-@pytest.fixture(scope="module")
-def config(folder: Path) -> VllmConfig:
-    return EngineArgs.from_kwargs(model=str(folder))
-
-
-@pytest.fixture
-def serve(config: VllmConfig) -> Iterator[Callable[..., InProcessServer]]:
-    yield from seeing_servers(config)
 
 
 def refusal(server: InProcessServer, body: dict[str, Any], status: int = 400) -> str:
@@ -529,17 +526,16 @@ def test_a_file_below_the_folder(
     (tmp_path / "link").symlink_to(media)
     named = media if through == "itself" else tmp_path / "link"
     server = serve(allowed_local_media_path=str(named))
-    for folder in {media, named}:
-        response = server.post(CHAT, chat(at(READABLE[how](folder))))
+    for as_said in {media, named}:
+        response = server.post(CHAT, chat(at(READABLE[how](as_said))))
         assert response.status_code == 200, response.text
     assert all(len(each.task.features) == 1 for each in server.client.requests)  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="module")
 def with_media(media: Path, config: VllmConfig) -> Iterator[InProcessServer]:
-    given = {"allowed_local_media_path": str(media), "max_image_bytes": MOST_BYTES}
-    _, mine = apart(given, config)
-    with closing(InProcessServer(Seen(mine), mine)) as server:
+    made = server_of(config, allowed_local_media_path=str(media), max_image_bytes=MOST_BYTES)
+    with closing(made) as server:
         yield server
 
 

@@ -11,30 +11,22 @@ import openai
 import pytest
 from anthropic import Anthropic
 from patience import PATIENCE
+from pictures_elsewhere import config, folder
 from seeing_server import data_url, image_part, seeing_servers
 from server_under_test import InProcessServer, ServerProcess
-from small_llava import PLACES, SIDE, encoded, llava_folder, picture, reference_tokens
+from small_llava import PLACES, SIDE, encoded, picture, reference_tokens
 from tokenizers import Tokenizer
 
-from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.config import VllmConfig
 
 RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
+__all__ = ["config", "folder"]  # fixtures
 TEXT = "user: Is <image> like <image>? assistant:"  # what small_llava's template makes of the parts below
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return llava_folder(tmp_path_factory.mktemp("llava") / "model")
-
-
-@pytest.fixture(scope="module")
-def config(folder: Path) -> VllmConfig:
-    return EngineArgs.from_kwargs(model=str(folder))
 
 
 @pytest.fixture
 def serve(config: VllmConfig) -> Iterator[Callable[..., InProcessServer]]:
+    """With a name for the model, which these APIs want."""
     yield from seeing_servers(config, served_model_name=("m",))
 
 

@@ -12,8 +12,8 @@ import subprocess
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ import zmq
 from hypothesis import given, settings, strategies as st
 from patience import PATIENCE, wait_until
 from prometheus_client import CollectorRegistry
-from steered_engines import Engines, SteeredEngine, config_of, token_at
+from steered_engines import Engines, SteeredEngine, config_of, settle, started, token_at
 
 from stage02_server.api_server import make_core_client
 from stage02_server.cli_args import FrontendArgs
@@ -63,7 +63,6 @@ class Front:
     def __init__(self, size: int, **settings: Any) -> None:
         self.engines = Engines()
         self.client = DPLBAsyncMPClient(config_of(size, **settings), self.engines)
-        self.client.start_process()
         self.sent: dict[str, EngineCoreRequest] = {}
         self.tokens: dict[str, list[int]] = {}
         self.ended: dict[str, FinishReason] = {}
@@ -115,23 +114,8 @@ class Front:
         assert self.tokens[name] == (tokens if complete else tokens[: len(self.tokens[name])])
 
 
-@asynccontextmanager
-async def front(size: int, **settings: Any) -> AsyncIterator[Front]:
-    made = Front(size, **settings)
-    await made.client.start()
-    reading = asyncio.create_task(made.read())
-    try:
-        yield made
-    finally:
-        made.client.shutdown()
-        reading.cancel()
-        await asyncio.gather(reading, return_exceptions=True)
-
-
-async def settle() -> None:
-    """Let everything happen that can, without time."""
-    for _ in range(60):
-        await asyncio.sleep(0)
+def front(size: int, **settings: Any) -> AbstractAsyncContextManager[Front]:
+    return started(Front(size, **settings))
 
 
 async def until(condition: Callable[[], object]) -> None:

@@ -5,14 +5,13 @@ A request passes a prefill engine, unless a test says how many tokens a decode e
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from patience import PATIENCE
-from steered_engines import Engines, SteeredEngine, config_of
+from steered_engines import Engines, SteeredEngine, config_of, settle, started
 
 from stage03_engine.frontend.features.data_parallel.balancing import MOST_BEHIND
 from stage03_engine.frontend.features.disaggregation.client import PARAMS, DisaggregatedClient
@@ -101,29 +100,9 @@ class Front:
         )
 
 
-@asynccontextmanager
-async def front(num_decode: int, local: int) -> AsyncIterator[Front]:
-    made = Front(num_decode, local)
-    made.client.start_process()
-    await made.client.start()
-    reading = asyncio.create_task(made.read())
-    try:
-        yield made
-    finally:
-        made.client.shutdown()
-        reading.cancel()
-        await asyncio.gather(reading, return_exceptions=True)
-
-
-async def settle() -> None:
-    """Let everything happen that can, without time."""
-    for _ in range(60):
-        await asyncio.sleep(0)
-
-
 def run(test: Callable[[Front], Awaitable[None]], num_decode: int = 1, local: int = 0) -> None:
     async def whole() -> None:
-        async with front(num_decode, local) as made:
+        async with started(Front(num_decode, local)) as made:
             await test(made)
 
     asyncio.run(asyncio.wait_for(whole(), PATIENCE))

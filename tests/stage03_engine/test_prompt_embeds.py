@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import every_kind
 import msgspec
 import numpy as np
 import pytest
@@ -24,8 +25,6 @@ from stage03_engine.frontend.features.beam_search.beam_search import BeamSearchP
 from stage03_engine.llm import LLM
 from stage03_engine.params.embeds_file import layout_in_base64, layout_of
 from stage03_engine.sampling_params import SamplingParams
-from stage04_kernels.attention import BACKENDS as ATTENTION
-from stage04_kernels.backends.linear import BACKENDS as LINEAR, linear_backend_problem
 from stagetrace import read_run
 
 SMALL: dict[str, Any] = {
@@ -34,9 +33,8 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PROMPTS = [[7, 8, 9], list(range(5, 45)), [50], [7] * 33]
-KINDS: list[dict[str, Any]] = [{"linear_backend": name} for name in LINEAR if linear_backend_problem(name) is None]
-KINDS += [{"attention_backend": name} for name in ATTENTION if not name.startswith("triton")]
-KINDS += [
+KINDS: list[dict[str, Any]] = [
+    *every_kind.BACKENDS,
     {"tensor_parallel_size": 2}, {"distributed_executor_backend": "mp"}, {"async_scheduling": True}, {"quantization": "int8"}, {"dtype": "bfloat16"},
     {"max_num_batched_tokens": 16, "max_num_seqs": 3}, {"num_gpu_blocks_override": 14, "block_size": 8}, {"enable_prefix_caching": False},
     {"num_gpu_blocks_override": 14, "block_size": 8, "swap_space": 1, "preemption_mode": "swap"}, {"batch_invariant": True}, {"kv_cache_dtype": "int8"},

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import every_kind
 import psutil
 import pytest
 import torch
@@ -21,14 +22,11 @@ from small_whisper import whisper_folder
 from stage03_engine.arg_utils import AsyncEngineArgs
 from stage03_engine.config import VllmConfig
 from stage03_engine.core.features.kv_transfer.offloading_copies import OffloadingConnectorWorker
-from stage03_engine.core.features.quantization.manifest import METHODS
 from stage03_engine.core.features.sleep.memory import Away, give_pages_back, tensors_in
 from stage03_engine.errors import BusyError, ConfigError, EngineDeadError, InvalidRequestError
 from stage03_engine.frontend.async_llm import AsyncLLM
 from stage03_engine.llm import LLM
 from stage03_engine.sampling_params import SamplingParams
-from stage04_kernels.attention import BACKENDS as ATTENTION
-from stage04_kernels.backends.linear import BACKENDS as LINEAR, linear_backend_problem
 from stagetrace import read_run
 
 SMALL: dict[str, Any] = {
@@ -36,12 +34,8 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PROMPTS = [[7, 8, 9], list(range(5, 45)), [5, 6, 7]]
-KINDS = [{"linear_backend": name} for name in LINEAR if linear_backend_problem(name) is None]
-KINDS += [{"attention_backend": name} for name in ATTENTION if not name.startswith("triton")]
-KINDS += [
-    {"quantization": name} | ({"linear_backend": "torch"} if made[1] is None else {}) for name, made in METHODS.items()
-]
-KINDS += [
+KINDS = [
+    *every_kind.KINDS,
     {"tensor_parallel_size": 2},
     {"pipeline_parallel_size": 2},
     {"dtype": "bfloat16"},

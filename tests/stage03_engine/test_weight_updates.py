@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import every_kind
 import pytest
 import torch
 from patience import PATIENCE
@@ -18,13 +19,10 @@ from safetensors.torch import load_file, save_file
 from small_gpt2 import first_layers
 
 from stage03_engine.arg_utils import AsyncEngineArgs
-from stage03_engine.core.features.quantization.manifest import METHODS
 from stage03_engine.errors import BusyError, ConfigError, InvalidRequestError
 from stage03_engine.frontend.async_llm import AsyncLLM
 from stage03_engine.llm import LLM
 from stage03_engine.sampling_params import SamplingParams
-from stage04_kernels.attention import BACKENDS as ATTENTION
-from stage04_kernels.backends.linear import BACKENDS as LINEAR, linear_backend_problem
 from stagetrace import read_run
 
 SMALL: dict[str, Any] = {
@@ -33,12 +31,8 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PROMPTS = [[7, 8, 9], list(range(5, 45)), [5, 6, 7]]
-KINDS = [{"linear_backend": name} for name in LINEAR if linear_backend_problem(name) is None]
-KINDS += [{"attention_backend": name} for name in ATTENTION if not name.startswith("triton")]
-KINDS += [
-    {"quantization": name} | ({"linear_backend": "torch"} if made[1] is None else {}) for name, made in METHODS.items()
-]
-KINDS += [
+KINDS = [
+    *every_kind.KINDS,
     {"dtype": "bfloat16"}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"async_scheduling": True}, {"load_format": "dummy"},
     {"speculative_config": {"model": "gpt2-tiny-draft", "num_speculative_tokens": 3}}, {"distributed_executor_backend": "mp"},
 ]  # fmt: skip

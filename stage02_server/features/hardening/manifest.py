@@ -235,6 +235,7 @@ FEATURE = Feature(
         Part("server", ".long_answers:json_pieces", key="json_pieces"),
         Part("server", ".text_limit:check_length", key="text_limit"),
         Part("server", ".turns:TurnsByKey", key="turns"),
+        Part("server", ".turns:asker", key="asker"),
         Part("routes", ".tenants:install", flags=("api_key",)),
         Part("answers", ".body_limits:install"),
         Part("answers", ".answers_in_flight:install"),
