@@ -8,10 +8,12 @@ import re
 import signal
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import fork_start
 import httpx
 import left_processes
+import longest_first
 import psutil
 import pytest
 from hypothesis import HealthCheck, settings
@@ -23,7 +25,9 @@ from stagetrace import trace
 # Triton kernels are interpreted: they run on any machine, and slowly.
 os.environ["TRITON_INTERPRET"] = "1"
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="0")
-os.environ["OMP_NUM_THREADS"] = "1"  # there is a test process per core, and what it computes is too small to share
+os.environ["OMP_NUM_THREADS"] = (
+    "1"  # there is a test process per core and one more, and what it computes is too small to share
+)
 # Libraries are installed without byte code. Unless somebody writes it, each of some hundred processes compiles torch again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
@@ -53,8 +57,17 @@ def pytest_configure(config: pytest.Config) -> None:
 at_first: dict[str, str] = {}
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True, optionalhook=True)
+def pytest_xdist_auto_num_workers() -> Iterator[None]:
+    """One process of tests more than there are cores: a test waits for processes, sockets and pages for a quarter of its time."""
+    return (yield) + 1
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Raises UsageError for a test whose name holds an address: each process would call it something else."""
+    if hasattr(config, "workerinput"):  # else somebody reads along
+        here = Path(__file__).parent
+        items.sort(key=lambda item: longest_first.place(os.path.relpath(item.path, here)))
     if wrong := [item.nodeid for item in items if re.search(" at 0x[0-9a-f]{6}", item.nodeid)]:
         raise pytest.UsageError(f"{wrong[0]}: give its parameters ids that are the same in every process")
 
