@@ -136,11 +136,12 @@ class ModelRunner:
         done = [hook.after_forward(hidden, inputs, scheduler_output) for hook in self.hooks]
         if any(done) or not inputs.sampled:
             return None
+        step = scheduler_output.step
         if len(inputs.sampled) < hidden.shape[0]:  # else it is all of them, in order
             hidden = hidden[inputs.logits_indices]
         logits: Tensor = self.model.compute_logits(hidden)
         if trace.on:
-            trace.emit("model.logits", step=scheduler_output.step, rows=logits.shape[0], vocab_size=logits.shape[1])
+            trace.emit("model.logits", step=step, rows=logits.shape[0], vocab_size=logits.shape[1])
         for hook in self.hooks:
             logits = hook.logits(logits, inputs, scheduler_output)
         metadata = self.sampling_metadata(inputs)
@@ -148,7 +149,7 @@ class ModelRunner:
             metadata = hook.sampling_metadata(metadata, inputs, scheduler_output)
         output = self.sampler(logits, metadata, self.config.device_config.attention_backend)
         if trace.on:
-            step, num_random = scheduler_output.step, len(metadata.random_rows)
+            num_random = len(metadata.random_rows)
             trace.emit("sampler.sampled", step=step, num_greedy=len(inputs.sampled) - num_random, num_random=num_random)
         return output
 
