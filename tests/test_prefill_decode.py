@@ -114,6 +114,40 @@ def test_an_engine_is_killed_under_32_clients(name: str, several: Several, expec
     wait_until_no_block_is_used(several.url)
 
 
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_either_engine_is_killed_at_any_moment(expected: list[str]) -> None:
+    """Again and again: after a number of tokens, or at a moment between the first prompt and the last token, which may be while it computes a prompt, sends
+    blocks, waits for them, decodes, or starts again."""
+    one, rng = Several("--disaggregate", "1:1", *TIGHT), random.Random(1)
+    try:
+        for number in range(24):
+            name = sorted(one.engines)[number % 2]
+            after, seconds = (rng.randint(1, 300), None) if number % 3 else (-1, rng.uniform(0.0, 2.0))
+            bodies = [body | {"prompt": f"{number} {PROMPTS[i]}"} for i, body in enumerate(_greedy(16))]
+            found = asyncio.run(hit(one, name, after, seconds, bodies))
+            if number % 4 == 0:
+                wait_until(lambda: name in one.engines, "it does not start again")  # noqa: B023
+                one.engines[name].kill()  # while it loads
+            one.wait_until_whole()
+            assert found == ask_all(one, [body["prompt"] for body in bodies]), f"{name} {after} {seconds}"
+            wait_until_no_block_is_used(one.url)
+        assert ask_all(one) == expected
+        one.end()
+    finally:
+        one.server.close()
+
+
+async def hit(one: Several, name: str, after: int, seconds: float | None, bodies: list[dict[str, Any]]) -> list[str]:
+    """The texts of those who asked, while the engine was killed after so many chunks, or seconds."""
+    victim = one.engines[name]
+    work = asyncio.create_task(_kill_under_load(one, victim, after, bodies))
+    if seconds is not None:
+        await asyncio.wait([work], timeout=seconds)
+        victim.kill()
+    return [text for [(text, _)] in await work]
+
+
 def test_clients_that_leave_keep_no_block(several: Several) -> None:
     """At any moment: while their prompt is computed, while its blocks come, while tokens do."""
     several.wait_until_whole()
