@@ -15,7 +15,7 @@ from server_under_test import events
 
 from stage01_cli.main import main
 from stage02_server.features.hardening.manifest import HardeningFlags
-from stage02_server.features.router.app import build_app
+from stage02_server.features.router.app import build_app, warnings
 from stage02_server.features.router.command import RouterFlags
 from stage02_server.features.router.servers import Servers
 
@@ -353,6 +353,13 @@ def test_what_cannot_be_is_said_in_one_line(words: list[str], says: str, capsys:
     assert main(["router", *words]) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("stages: error: ")]
     assert len(lines) == 1 and says in lines[0]
+
+
+def test_who_may_use_it_is_said_at_the_start() -> None:
+    """If nothing keeps anybody out."""
+    opened, closed = HardeningFlags(), HardeningFlags(api_key=("k",))
+    for host, limits, says in ((None, opened, 1), ("::", opened, 1), ("127.0.0.1", opened, 0), (None, closed, 0)):
+        assert len(warnings(RouterFlags(**URLS, host=host), limits)) == says
 
 
 def test_a_taken_port_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:

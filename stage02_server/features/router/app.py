@@ -119,7 +119,7 @@ async def run_router(flags: RouterFlags, limits: HardeningFlags) -> int:
                     app, server_header=False, ws="none", lifespan="off", log_config=None, timeout_graceful_shutdown=flags.shutdown_timeout,
                     **uvicorn_settings(limits),
                 )  # fmt: skip
-                await _until_stopped(_Server(config), sock, servers, flags, stop, address)
+                await _until_stopped(_Server(config), sock, servers, flags, limits, stop, address)
     logger.info("Stopped.")
     return 0
 
@@ -135,14 +135,26 @@ def _bind(flags: RouterFlags, limits: HardeningFlags) -> tuple[socket.socket, st
     return sock, f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
+def warnings(flags: RouterFlags, limits: HardeningFlags) -> list[str]:
+    """What is to be said at the start."""
+    if flags.host not in (None, "0.0.0.0", "::") or not limits.warnings():
+        return []
+    return [
+        "Everybody who reaches this machine can use this router, as far as its servers ask for no key: it listens on all interfaces (--host) and asks "
+        "for none itself (--api-key). With --host 127.0.0.1 it is for this machine alone."
+    ]
+
+
 async def _until_stopped(
-    server: _Server, sock: socket.socket, servers: Servers, flags: RouterFlags, stop: StopSignals, address: str
-) -> None:
+    server: _Server, sock: socket.socket, servers: Servers, flags: RouterFlags, limits: HardeningFlags, stop: StopSignals, address: str,
+) -> None:  # fmt: skip
     """Two signals: the first lets running requests finish, the second does not."""
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     watching = asyncio.create_task(servers.watch(flags.health_check_interval_secs))
     first, second = asyncio.create_task(stop.first.wait()), asyncio.create_task(stop.second.wait())
     up = sum(bool(each.is_up) for each in servers.all)
+    for text in warnings(flags, limits):
+        logger.warning(text)
     logger.info("Routing on %s: %d of %d servers are ready.", address, up, len(servers.all))
     try:
         await asyncio.wait({serving, first, watching}, return_when=asyncio.FIRST_COMPLETED)
