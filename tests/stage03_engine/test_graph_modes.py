@@ -10,7 +10,8 @@ import pytest
 from stage01_cli.main import main
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.config import VllmConfig
-from stage03_engine.core.features.cuda_graphs.modes import MODES, OF_LEVEL, graphs_of, piece_sizes
+from stage03_engine.core.features.compilation import config_json
+from stage03_engine.core.features.cuda_graphs.modes import KEYS, MODES, OF_LEVEL, graphs_of, piece_sizes
 from stage03_engine.core.features.cuda_graphs.plan import Plan
 from stage03_engine.errors import ConfigError
 
@@ -182,3 +183,21 @@ def test_a_dry_run_says_what_is_recorded(capsys: pytest.CaptureFixture[str]) -> 
         assert main(line) == 0
         [row] = [row for row in capsys.readouterr().out.splitlines() if row.startswith("  CUDA graphs")]
         assert said in row and mode in row and "runs of the model before the first request" in row
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_without_the_room_its_keys_are_refused_in_one_line(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config_json, "is_there", lambda module: False)
+    value = {
+        "cudagraph_mode": "PIECEWISE",
+        "cudagraph_capture_sizes": [1],
+        "max_cudagraph_capture_size": 8,
+        "cudagraph_simulate": True,
+    }[key]
+    with pytest.raises(ConfigError, match=f"^compilation_config: {key} needs CUDA graphs, which are not here: "):
+        config_of(compilation_config={key: value})
+    assert config_of(compilation_config={"mode": 3, "cudagraph_mode": "NONE"}).compilation_config.mode == 3
+
+
+def test_the_compilers_room_names_all_keys() -> None:
+    assert config_json.OF_GRAPHS == KEYS
