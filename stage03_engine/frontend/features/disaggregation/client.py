@@ -77,6 +77,7 @@ class DisaggregatedClient(DPLBAsyncMPClient):
     def __init__(self, config: VllmConfig, make_engine: MakeEngine = DPAsyncMPClient) -> None:
         self._folder = private_folder()
         self.roles = Roles(config, self._folder.path)
+        self.max_local_prefill_length: int = config.disaggregation_config.max_local_prefill_length
         self._prefilling: set[str] = set()  # requests that are, or wait, for their first token
         self._kept: dict[str, Kept | None] = {}  # of requests that a prefill engine is through with; None: no block
         self._queued: dict[str, float] = {}  # seconds that they waited at a prefill engine, until the answer begins
@@ -109,7 +110,7 @@ class DisaggregatedClient(DPLBAsyncMPClient):
         )
         alone = getattr(params, "prompt_logprobs", None) is not None or request.task is not None
         missing = length - size * (0 if here is None else here.cached_blocks)
-        pays = length > size and missing > self._config.disaggregation_config.max_local_prefill_length
+        pays = length > size and missing > self.max_local_prefill_length
         return pays and not alone and request.request_id not in self._kept
 
     def _message(self, request: EngineCoreRequest, engine: Engine) -> EngineCoreRequest:
