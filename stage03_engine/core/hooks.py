@@ -161,7 +161,7 @@ class RunnerHook:
         """The batch is up to date with the scheduler. Also called in steps in which no token is scheduled."""
 
     def prepared(self, inputs: StepInputs, scheduler_output: SchedulerOutput) -> None:
-        """The inputs of the step are gathered; the hook may change which rows of logits are sampled."""
+        """The inputs of the step are gathered; the hook may change which rows of logits are sampled, and the positions that the model sees."""
 
     def forward(self, inputs: StepInputs, run: Callable[[StepInputs], Tensor]) -> Tensor:
         """Hidden states [num_tokens, hidden_size]. `run` runs the model, or the next hook around it."""

@@ -171,9 +171,10 @@ def _processor(config: Config, patch_size: int, temporal_patch_size: int, merge_
     if unknown := kwargs.keys() - {"min_pixels", "max_pixels"}:
         raise ConfigError(f"{KWARGS} has min_pixels and max_pixels, and no {str(min(unknown))[:100]!r}")
     least, most = kwargs.get("min_pixels", least), kwargs.get("max_pixels", most)
-    whole = all(type(number) is int for number in (least, most))
-    if not whole or not 1 <= least <= most <= MOST_PIXELS or most < (patch_size * merge_size) ** 2:
-        why = f"must be whole numbers, and the second one at least the first, {(patch_size * merge_size) ** 2} pixels, and at most {MOST_PIXELS}"
-        message = f"min_pixels and max_pixels {why}, not {least!r} and {most!r}"
-        raise ConfigError(f"{KWARGS}: {message}") if kwargs else ConfigError(f"{file.path}: {message}")
+    whole, unit = all(type(number) is int for number in (least, most)), (patch_size * merge_size) ** 2
+    if not whole or not 1 <= least <= most <= MOST_PIXELS or most < unit:
+        why = f"must be positive whole numbers, the second one at least the first, {unit} at least and {MOST_PIXELS} at most"
+        raise ConfigError(
+            f"{KWARGS if kwargs else file.path}: min_pixels and max_pixels {why}, not {least!r} and {most!r}"
+        )
     return Qwen2ImageProcessorConfig(least, most, file.values.get("resample", 3), pixel_values(file))

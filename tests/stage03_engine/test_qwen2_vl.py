@@ -120,6 +120,7 @@ def test_rows_and_columns_matter(engine: SeeingEngine, folder: Path) -> None:
     "text, vision",
     [
         ({"tie_word_embeddings": True}, {}),
+        ({"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}, {}),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 0, 0]}}, {}),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 6]}}, {}),
         ({"num_key_value_heads": 2}, {"num_heads": 4}),
