@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from stage03_engine.core.features.compilation import config_json
 from stage03_engine.core.features.cuda_graphs.modes import KEYS, MODES, OF_LEVEL, graphs_of, piece_sizes
 from stage03_engine.core.features.cuda_graphs.plan import Plan
 from stage03_engine.errors import ConfigError
+from stage03_engine.llm import LLM
 
 
 def config_of(**settings: Any) -> VllmConfig:
@@ -201,3 +204,29 @@ def test_without_the_room_its_keys_are_refused_in_one_line(key: str, monkeypatch
 
 def test_the_compilers_room_names_all_keys() -> None:
     assert config_json.OF_GRAPHS == KEYS
+
+
+def test_a_dry_run_expects_what_the_last_start_took(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """For these sizes; with others nobody knows. The log says it before, and what it took after."""
+
+    def predicted(sizes: str) -> str:
+        given = f'{{"cudagraph_simulate": true, "cudagraph_capture_sizes": {sizes}, "cache_dir": "{tmp_path}"}}'
+        assert main(["serve", "gpt2-tiny", "--device", "cpu", "--dry-run", "-cc", given]) == 0
+        [row] = [row for row in capsys.readouterr().out.splitlines() if row.startswith("  CUDA graphs")]
+        return row
+
+    assert "nobody can know how long" in predicted("[1, 2]")
+    caplog.set_level("INFO")
+    settings: dict[str, Any] = {"kv_cache_memory_bytes": 20_000_000, "max_model_len": 64, "skip_tokenizer_init": True}
+    asked = {"cudagraph_simulate": True, "cudagraph_capture_sizes": [1, 2], "cache_dir": str(tmp_path)}
+    with LLM("gpt2-tiny", device="cpu", **settings, compilation_config=asked):
+        pass
+    [before] = [line for line in caplog.messages if line.startswith("CUDA graphs: ")]
+    [after] = [line for line in caplog.messages if line.startswith("Recorded ")]
+    assert "nobody can know how long" in before and "CUDA graphs (piecewise, sizes up to 2) in " in after
+    [noted] = tmp_path.glob("graphs-*.json")
+    took = json.loads(noted.read_text())["last"]
+    assert f"about {took} s, as the last start took" in predicted("[1, 2]")
+    assert "nobody can know how long" in predicted("[1, 4]")

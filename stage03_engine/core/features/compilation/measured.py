@@ -1,4 +1,4 @@
-"""How long torch.compile took at the last start of a model with these settings: for the log, and for `--dry-run`. No torch.
+"""How long torch.compile took at the last start of a model with these settings, and recording CUDA graphs: for the log, and for `--dry-run`. No torch.
 
 Nobody can say it beforehand: it depends on the model, on the machine, and on what torch's own cache still has. So each start notes what it took, and the next one
 expects the same.
@@ -30,8 +30,8 @@ class Took(msgspec.Struct):
     graphs: int
 
 
-def _file(config: VllmConfig) -> Path | None:
-    """One file for each model, number format, mode, backend, device and torch; in `cache_dir`, or in the folder of compiled libraries. None without one."""
+def _file(config: VllmConfig, what: str, more: tuple[object, ...]) -> Path | None:
+    """One file for each model, number format, mode, backend, device and torch (and for what else is said to matter); in `cache_dir`, or in the folder of compiled libraries. None without one."""
     settings = config.compilation_config
     if settings.cache_dir is None and not is_there(_CACHE):
         return None
@@ -49,24 +49,27 @@ def _file(config: VllmConfig) -> Path | None:
         device.attention_backend,
         torch,
         os.cpu_count(),
+        *more,
     )
-    what = hashlib.sha256(repr((names, msgspec.to_builtins(config.shape))).encode()).hexdigest()[:32]
-    return folder / f"took-{what}.json"
+    name = hashlib.sha256(repr((names, msgspec.to_builtins(config.shape))).encode()).hexdigest()[:32]
+    return folder / f"{what}-{name}.json"
 
 
-def recall(config: VllmConfig) -> Took | None:
+def recall(config: VllmConfig, what: str = "took", more: tuple[object, ...] = ()) -> Took | None:
     """What earlier starts took; None if there was none, or nothing readable is left of it."""
-    file = _file(config)
+    file = _file(config, what, more)
     with suppress(OSError, ValueError):
         return msgspec.json.decode(file.read_bytes(), type=Took) if file else None
     return None
 
 
-def remember(config: VllmConfig, seconds: float, graphs: int) -> None:
+def remember(
+    config: VllmConfig, seconds: float, graphs: int, what: str = "took", more: tuple[object, ...] = ()
+) -> None:
     """Note what this start took. A folder that cannot be written costs the next one's prediction, nothing else."""
-    if (file := _file(config)) is None:
+    if (file := _file(config, what, more)) is None:
         return
-    before = recall(config)
+    before = recall(config, what, more)
     took = Took(before.first if before else round(seconds, 1), round(seconds, 1), graphs)
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -85,5 +88,10 @@ def start_row(config: VllmConfig) -> tuple[str, str, str]:
     what += f" by {settings.backend}"
     if took is None:
         return "torch.compile", what, "nobody can know how long: no start with these settings was measured here"
+    return "torch.compile", what, expected(took)
+
+
+def expected(took: Took) -> str:
+    """What the next start is expected to take."""
     first = "" if took.first == took.last else f"; the first one {took.first} s"
-    return "torch.compile", what, f"about {took.last} s, as the last start took{first}"
+    return f"about {took.last} s, as the last start took{first}"

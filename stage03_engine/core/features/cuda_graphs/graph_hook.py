@@ -73,7 +73,8 @@ class CudaGraphHook(RunnerHook):
         graphs, runner, plan = self.new_graphs(), self.runner, self.plan
         if graphs is None or not plan.num_graphs:
             return
-        logger.info("CUDA graphs: %s", ", ".join(plan.row()[1:]))
+        logger.info("CUDA graphs: %s", ", ".join(plan.row(self.config)[1:]))
+        began = time.monotonic()
         if plan.pieces:
             started = time.monotonic()
             self.pieces = PiecewiseGraphs(runner.model, runner.kv_caches, plan.pieces, runner.device, graphs)
@@ -87,6 +88,7 @@ class CudaGraphHook(RunnerHook):
                 runner.sampler = self.sampler.sample
                 runner.sampling_metadata = self._sampling_metadata(runner.sampling_metadata)  # type: ignore[assignment, method-assign]
             self._report("cuda", plan.full, len(plan.full), started)
+        plan.remember(self.config, time.monotonic() - began)
 
     def _with_sampler(self) -> None:
         """Room for what the sampler reads, if it is to be in the graphs."""

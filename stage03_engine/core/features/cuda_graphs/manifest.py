@@ -98,7 +98,7 @@ class CudaGraphFlags:
         from stage03_engine.core.features.cuda_graphs.plan import Plan
 
         plan = Plan.of(config)
-        return [plan.row()] if plan.num_graphs else []
+        return [plan.row(config)] if plan.num_graphs else []
 
 
 FEATURE = Feature(

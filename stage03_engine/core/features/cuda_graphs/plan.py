@@ -14,11 +14,13 @@ from stage03_engine.core.features.cuda_graphs.modes import (
     decode_sizes,
     piece_sizes,
 )  # fmt: skip
+from stage03_engine.mixins import is_there, load
 
 if TYPE_CHECKING:
     from stage03_engine.config import VllmConfig
 
 
+_MEASURED = "stage03_engine.core.features.compilation.measured"
 WHOLE = ("triton", "triton-interpret")
 """Attention backends that read tensors alone, so that a decode step can be recorded whole. Pieces leave attention out."""
 
@@ -69,19 +71,26 @@ class Plan:
         """How often the model runs for that, in all."""
         return (len(self.full) + len(self.pieces)) * (WARM_UPS + 1)
 
-    def row(self) -> tuple[str, str, str]:
+    @property
+    def _matters(self) -> tuple[object, ...]:
+        return self.mode, self.full, self.pieces, self.sampler, self.simulate
+
+    def remember(self, config: VllmConfig, seconds: float) -> None:
+        """Note what this start took, where torch.compile's room notes what it takes."""
+        if is_there(_MEASURED):
+            load(_MEASURED + ":remember")(config, seconds, self.num_graphs, "graphs", self._matters)
+
+    def row(self, config: VllmConfig) -> tuple[str, str, str]:
         """(name, what is recorded, what it takes), for the start's log and for `--dry-run`."""
         parts = []
         if self.pieces:
-            parts.append(
-                f"mixed steps of {len(self.pieces)} sizes up to {self.pieces[-1]} tokens in {self.num_layers + 1} pieces each"
-            )
+            cut = f"in {self.num_layers + 1} pieces each"
+            parts.append(f"mixed steps of {len(self.pieces)} sizes up to {self.pieces[-1]} tokens {cut}")
         if self.full:
             whole = "with the sampler" if self.sampler else "without the sampler"
             parts.append(f"decode steps of {len(self.full)} sizes up to {self.full[-1]} requests, {whole}")
+        took = load(_MEASURED + ":recall")(config, "graphs", self._matters) if is_there(_MEASURED) else None
+        how_long = load(_MEASURED + ":expected")(took) if took else "nobody can know how long"
         name = "CUDA graphs, simulated" if self.simulate else "CUDA graphs"
-        return (
-            name,
-            f"{self.num_graphs} graphs: {'; '.join(parts)}",
-            f"{self.mode}: {self.num_runs} runs of the model before the first request",
-        )
+        runs = f"{self.num_runs} runs of the model before the first request, {how_long}"
+        return name, f"{self.num_graphs} graphs: {'; '.join(parts)}", f"{self.mode}: {runs}"
