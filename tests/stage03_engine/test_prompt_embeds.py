@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,17 @@ def name_of(kind: dict[str, Any]) -> str:
     return "-".join(f"{key}={value}" for key, value in kind.items())
 
 
+def odd_tensors(rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, str]]:
+    """Of every number format and layout that torch has and a prompt cannot have -> why."""
+    allowed = (torch.float32, torch.float16, torch.bfloat16)
+    for dtype in {each for each in vars(torch).values() if isinstance(each, torch.dtype)}:
+        if dtype not in allowed:
+            yield torch.empty(0, dtype=dtype).reshape(0, 8), "float32, float16 or bfloat16, not "
+    for form in (rows.to_sparse(), rows.to_sparse_csr(), torch.nested.nested_tensor([rows, rows[:2]]), rows.to("meta")):
+        yield form, "must be dense, and have values"
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, of formats that it will lose
 def test_a_tensor_is_a_prompt(model: str, table: torch.Tensor) -> None:
     """As programs for vLLM write it, among others, and with the numbers in other formats and places."""
     with LLM(model, **SMALL) as llm:
@@ -83,7 +95,7 @@ def test_a_tensor_is_a_prompt(model: str, table: torch.Tensor) -> None:
             ({"prompt_embeds": rows, "prompt": "x"}, "no 'prompt' beside them"),
             ({"prompt_embeds": rows.tolist()}, "this is no tensor, but list"),
             ({"prompt_embeds": rows[0]}, r"must have the shape \[num_tokens, hidden_size\]"),
-            ({"prompt_embeds": rows.double()}, "float32, float16 or bfloat16, not F64"),
+            *(({"prompt_embeds": form}, why) for form, why in odd_tensors(rows)),
             ({"prompt_embeds": rows[:, :-1]}, "the model's embeddings have"),
             ({"prompt_embeds": rows, "cache_salt": 3}, "may hold a cache_salt"),
         ):

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -103,9 +103,17 @@ def broken(model: str, what: str) -> Iterator[tuple[str, torch.Tensor]]:
         yield "h.9.x", torch.zeros(1)
     if what == "is no tensor":
         yield "h.9.x", [1.0]  # type: ignore[misc]
+    if what in ODD:
+        yield "h.9.x", ODD[what]()
 
 
+ODD: dict[str, Callable[[], torch.Tensor]] = {
+    "is not dense, or has no values": lambda: torch.ones(3, 4).to_sparse(),
+    "h.9.x is not dense, or has no values": lambda: torch.empty(3, 4, device="meta"),
+    "no checkpoint has torch.complex128": lambda: torch.ones(3, dtype=torch.complex128),
+}
 WRONG = (
+    *ODD,
     "lacks 1 tensors",
     "has shape",
     "holds NaN or infinity",

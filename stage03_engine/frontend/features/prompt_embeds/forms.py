@@ -31,4 +31,8 @@ def embeds_prompt(given: Mapping[str, Any]) -> EmbedsPrompt:
     rows = given[FIELD]
     if not isinstance(rows, torch.Tensor):
         raise wrong(f"this is no tensor, but {type(rows).__name__}")
+    if rows.layout != torch.strided or rows.is_nested or rows.is_meta:
+        raise wrong("the tensor must be dense, and have values")
+    if rows.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise wrong(f"the tensor must be float32, float16 or bfloat16, not {str(rows.dtype).removeprefix('torch.')}")
     return EmbedsPrompt(save({"x": rows.detach().to("cpu").contiguous()}))

@@ -32,7 +32,8 @@ class Newest:
     """The weights that an engine has been given last."""
 
     version: int
-    folder: str  # removed when nobody needs it any more
+    folder: str
+    remove: finalize  # the folder: when newer ones have come, or the engine has gone
 
 
 _newest: WeakKeyDictionary[Any, Newest] = WeakKeyDictionary()
@@ -57,18 +58,18 @@ def _changing(owner: Any, weights: Iterable[tuple[str, Tensor]]) -> Generator[Ca
         shutil.rmtree(folder, ignore_errors=True)
         raise
     version = 1 if old is None else old.version + 1
-    _newest[owner] = Newest(
-        version, folder
-    )  # before the others have them: one that is started again meanwhile finds them too
-    finalize(owner, shutil.rmtree, folder, ignore_errors=True)
+    remove = finalize(owner, shutil.rmtree, folder, ignore_errors=True)
+    # before the others have them: one that is started again meanwhile finds them too
+    _newest[owner] = Newest(version, folder, remove)
     yield "update_weights", (folder, version)
     if old is not None:
-        shutil.rmtree(old.folder, ignore_errors=True)
+        old.remove()
     return version
 
 
 def _gathered(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Copies of them. Raises InvalidRequestError for a dictionary, a name that comes twice, or what is no tensor."""
+    """Copies of them. Raises InvalidRequestError for a dictionary, a name that comes twice, and what is no tensor with values."""
+    import torch
     from torch import Tensor
 
     if isinstance(weights, Mapping):
@@ -81,15 +82,20 @@ def _gathered(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
             raise InvalidRequestError(
                 f"The weights are not replaced: {name} {'comes twice' if name in tensors else 'is no tensor'}."
             )
+        if tensor.layout != torch.strided or tensor.is_nested or tensor.is_meta:
+            raise InvalidRequestError(f"The weights are not replaced: {name} is not dense, or has no values.")
         tensors[name] = tensor.detach().to("cpu", copy=True).contiguous()
     return tensors
 
 
 def _write(tensors: dict[str, Tensor], folder: str) -> None:
-    """As a checkpoint has them."""
+    """As a checkpoint has them. Raises InvalidRequestError."""
     from safetensors.torch import save_file
 
-    save_file(tensors, Path(folder) / "model.safetensors")
+    try:
+        save_file(tensors, Path(folder) / "model.safetensors")
+    except KeyError as error:  # a number format that it does not know
+        raise InvalidRequestError(f"The weights are not replaced: no checkpoint has {error.args[0]}.") from None
 
 
 def update_weights(llm: LLM, weights: Iterable[tuple[str, Tensor]]) -> int:
