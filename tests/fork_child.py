@@ -113,7 +113,7 @@ def serve(link: Link, image: fork_image.Image) -> tuple[Birth, dict[str, Any], l
     """Fork for every request. Returns in the forked processes only."""
     while True:
         request, descriptors = link.receive()
-        environment = {os.fsdecode(name): os.fsdecode(value) for name, value in request["environment"].items()}
+        environment = decoded(request["environment"])
         alone = len(os.listdir("/proc/self/task")) == 1
         if (
             len(descriptors) != len(request["descriptors"])
@@ -212,6 +212,10 @@ def libraries(path: list[str]) -> list[str]:
     return path[path.index(next(each for each in path if each.endswith(".zip"))) :]
 
 
+def decoded(environment: Mapping[bytes, bytes]) -> dict[str, str]:
+    return {os.fsdecode(name): os.fsdecode(value) for name, value in environment.items()}
+
+
 def extra(environment: Mapping[str, str]) -> list[str]:
     """Where PYTHONPATH has Python look first."""
     return [each for each in environment.get("PYTHONPATH", "").split(os.pathsep) if each]
@@ -298,6 +302,9 @@ def main(before: set[str], imports: Callable[[], dict[str, set[str]]]) -> None:
     line.show(request["command"])
     birth.finish()
     os.chdir(request["cwd"])
+    environment = decoded(request["environment"])
+    where = folders(request["command"], request["cwd"], environment)
+    image.leave_out_the_project(fork_start.program_of(request["command"]), environment, where)
     take_descriptors(request["descriptors"], received, fork_start.kept())
     become(request, image)
     standard_streams(request["command"])

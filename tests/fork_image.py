@@ -1,8 +1,8 @@
 """What a fork server has loaded before it forks: libraries, out of sight until a process imports them.
 
 A forked process must look as if it had just been started. So everything that was imported is taken out of `sys.modules`, and a finder
-puts it back: a module, and what its own import brings, when somebody imports it. Nothing of the project is loaded: it is read afresh in each
-process, with that process's environment.
+puts it back: a module, and what its own import brings, when somebody imports it. Of the project, what every server imports is loaded, and
+left out where a process might find another.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import gc
 import importlib
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import os
 import random
 import sys
@@ -68,6 +69,26 @@ LIBRARIES = [
     "runpy",
     "email.parser",
 ]
+PROJECT = [
+    "stage03_engine.core.model_runner",
+    "stage03_engine.core.engine_core_proc",
+    "stage02_server.serve",
+    "stage02_server.api_server",
+    "stage02_server.routes",
+    "stage02_server.launcher",
+    "stage02_server.lifecycle",
+    "stage02_server.middleware",
+    "stage02_server.serving_chat",
+    "stage02_server.serving_completion",
+    "stage03_engine.frontend.async_llm",
+    "stage03_engine.frontend.engine_process",
+]
+"""What a server and its engine import of the project in any case, with what these import."""
+PACKAGES = {"stage01_cli", "stage02_server", "stage03_engine", "stage04_kernels", "stagetrace"}
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+INSTALLED = (".dist-info", ".egg-info", ".egg-link")
+"""How the names of files end by which Python finds what installed packages add."""
+
 READ_BY_LIBRARIES = ("OMP_", "GOMP_", "KMP_", "OPENBLAS_", "TORCH", "PYTORCH_", "TRITON_", "CUDA_", "LD_", "MALLOC_", "GLIBC_",
                      "PYTHON", "LC_", "LANG", "HF_", "NUMPY_", "NPY_", "SSL_", "OPENSSL_", "DNNL_", "ONEDNN_", "LLVM_", "TQDM_", "tqdm_")  # fmt: skip
 """How the names of variables begin that compiled code reads when it is loaded, and some that are read before Python runs."""
@@ -123,6 +144,7 @@ class Hidden(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self._brought, self._lock = brought, threading.Lock()
         self._specs = {name: getattr(module, "__spec__", None) for name, module in self._modules.items()}
         self._attributes: dict[str, ModuleType] = {}
+        self._kept: list[ModuleType] = []  # what was forgotten is not taken apart
         for name in [*self._modules, MAIN_AGAIN]:
             sys.modules.pop(name, None)
         for name, module in self._modules.items():
@@ -147,6 +169,15 @@ class Hidden(importlib.abc.MetaPathFinder, importlib.abc.Loader):
                 waiting.extend(each for each in self._modules if each.startswith(f"{name}."))
             if parent := name.rpartition(".")[0]:
                 waiting.append(parent)
+
+    def forget(self, packages: set[str]) -> None:
+        """Modules of these are imported afresh."""
+        for name in [name for name in self._modules if name.partition(".")[0] in packages]:
+            self._kept.append(self._modules.pop(name))
+
+    def can_run(self, module: str) -> bool:
+        """`python -m` reads the code of a module that is none of a package's, which this finder does not have."""
+        return module not in self._modules or "__path__" in vars(self._modules[module])
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -178,6 +209,20 @@ class Hidden(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         module.__spec__ = self._specs[name]
 
 
+def import_project(own_folder: str) -> None:
+    """Import what is named in PROJECT, if Python finds this copy of the project. `own_folder` is where the fork server's files lie,
+    beside folders that are called as the stages are."""
+    before = sys.path[:]
+    sys.path[:] = [each for each in before if each != own_folder]
+    try:
+        found = [importlib.util.find_spec(name) for name in sorted(PACKAGES)]
+        if all(each and str(each.origin).startswith(ROOT + os.sep) for each in found):
+            for name in PROJECT:
+                importlib.import_module(name)
+    finally:
+        sys.path[:] = before
+
+
 class Image:
     """A process with the libraries loaded and hidden, and no thread. `names` are what it read of its environment."""
 
@@ -191,18 +236,37 @@ class Image:
                     importlib.import_module(name)
                 except ImportError:
                     pass  # an extra that is not installed: whoever imports it learns so
+        with Reads() as self._read_by_the_project:
+            import_project(sys.path[0])
         self._titles = sys.modules.get("setproctitle")
         if self._titles is not None:
             self._titles.getproctitle()  # it looks for the command line in memory, which is as Python knows it only now
         self.environment = dict(os.environ)
         self._numpy, self._torch = sys.modules.get("numpy.random.mtrand"), sys.modules.get("torch")
-        self._own = {name.partition(".")[0] for name in sys.modules if name not in before} - OURS | CUSTOM
-        hidden = Hidden(before, imports())
+        packages = {name.partition(".")[0] for name in sys.modules if name not in before}
+        self._own = packages - PACKAGES - OURS | CUSTOM
+        self._hidden = hidden = Hidden(before, imports())
         sys.meta_path.insert(0, hidden)
         # what was never shown is not taken apart at the end of the process either
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(hidden))
         gc.collect()
         gc.freeze()
+
+    def leave_out_the_project(
+        self, command: tuple[str, str], environment: Mapping[str, str], folders: Sequence[str]
+    ) -> None:
+        """In a forked process: it imports the project afresh, unless it would find what is loaded, before any code but the project's runs.
+
+        `command` is `-m` and a module, or another kind of program. `folders`: where it looks for modules first.
+        """
+        kind, what = command
+        variables = self._read_by_the_project
+        alike = all(environment.get(name) == self.environment.get(name) for name in variables)
+        here = ROOT in folders or ROOT not in self.environment.get("PYTHONPATH", "").split(os.pathsep)
+        others = [each for each in folders if each not in (ROOT, os.path.join(ROOT, "trace"))]
+        more = any(name in PACKAGES or name.endswith(INSTALLED) for each in others for name in os.listdir(each))
+        if kind != "-m" or not alike or not here or more or not self._hidden.can_run(what):
+            self._hidden.forget(PACKAGES)
 
     def seed(self) -> None:
         """Begin random numbers anew, as in each new process."""

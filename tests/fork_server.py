@@ -19,12 +19,14 @@ class Imports:
         importlib.import_module = self._watched_module
 
     def end(self) -> dict[str, set[str]]:
-        """Module -> the modules that its import brings. One that no statement named, as a compiled package makes it, comes with its parent."""
+        """Module -> the modules that its import brings. One that no statement named, as a compiled package makes it, comes with its parent;
+        a package with what is in it."""
         builtins.__import__, importlib.import_module = self._import, self._import_module
         named = {name for names in self._brought.values() for name in names}
+        packages = {name[:dot] for name in named for dot, letter in enumerate(name) if letter == "."}
         for name in sys.modules:
             parent = name.rpartition(".")[0]
-            if parent and name not in named:
+            if parent and name not in named and name not in packages:
                 self._note(parent, name)
         return self._brought
 

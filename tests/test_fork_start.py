@@ -18,6 +18,7 @@ from typing import Any
 import fork_start
 import psutil
 import pytest
+from fork_image import PACKAGES
 from patience import PATIENCE, wait_until
 from server_under_test import ServerProcess
 
@@ -178,6 +179,80 @@ def test_a_folder_with_a_module_of_a_librarys_name_comes_first(name: str, tmp_pa
     for how in ({"cwd": tmp_path}, {"env": {**os.environ, "PYTHONPATH": str(tmp_path)}}):
         subprocess.run([sys.executable, "-c", ""], check=True, timeout=PATIENCE, **how)
     assert fork_start.counts["forked"] == before
+
+
+SHOWS = """
+import json, os, pathlib, sys
+ours = sorted(name for name in sys.modules if name.partition(".")[0] in {packages})
+seen = {{name: [module.__file__, module.__spec__.origin, type(module.__spec__.loader).__name__] for name in ours if (module := sys.modules[name]).__spec__}}
+found = sorted(name for name, module in sys.modules.items() if getattr(module, "__spec__", None))  # Cython makes some without
+fresh = len(getattr(sys.meta_path[0], "_kept", [None]))
+pathlib.Path(os.environ["SHOWN"]).write_text(json.dumps([seen, found, sorted(stagetrace.vocabulary.VOCABULARY), fresh]))
+"""
+"""Of a middleware's file, which a server imports when all else is imported: what the process has loaded."""
+
+
+def shown(tmp_path: Path, **variables: str) -> Any:
+    """What a server has loaded whose own middleware cannot be used."""
+    (tmp_path / "mine.py").write_text("import stagetrace.vocabulary\n" + SHOWS.format(packages=sorted(PACKAGES)))
+    paths = os.pathsep.join([str(tmp_path), str(fork_start.TESTS.parent), str(fork_start.TESTS.parent / "trace")])
+    environment = os.environ | {"PYTHONPATH": paths, "SHOWN": str(tmp_path / "shown")} | variables
+    command = [sys.executable, "-m", "stage02_server", "serve", "gpt2-tiny", "--engine", "echo", "--port", "0"]
+    done = subprocess.run([*command, "--middleware", "mine.No"], env=environment, capture_output=True, text=True, timeout=PATIENCE)  # fmt: skip
+    assert done.returncode, done.stderr
+    return json.loads((tmp_path / "shown").read_text())
+
+
+def test_a_server_has_loaded_what_it_imports(tmp_path: Path) -> None:
+    """Of the project, too, which a fork server has loaded: the same modules, from the same files."""
+    (*plain, _), (*forked, fresh) = both(lambda: shown(tmp_path))
+    for one, other in zip(plain, forked):
+        assert {*one} ^ {*other} == set() and one == other
+    assert fresh == 0, "it imported the project afresh"
+
+
+def test_a_variable_that_the_project_reads_at_its_import_makes_it_import_afresh(tmp_path: Path) -> None:
+    *_, fresh = shown(tmp_path, STAGES_PLUGINS="")
+    assert fresh > 100
+
+
+@pytest.mark.parametrize("which", ["cwd", "PYTHONPATH"])
+def test_another_copy_of_the_project_is_taken_where_it_comes_first(which: str, tmp_path: Path) -> None:
+    (tmp_path / "stage02_server").mkdir()
+    (tmp_path / "stage02_server/__init__.py").touch()
+    (tmp_path / "stage02_server/__main__.py").write_text("import sys\nprint('another', *sys.argv[1:])")
+    how: dict[str, Any] = {"cwd": tmp_path}
+    if which == "PYTHONPATH":
+        how = {"env": {**os.environ, "PYTHONPATH": f"{tmp_path}:{fork_start.TESTS.parent}"}, "cwd": "/"}
+
+    def run() -> Any:
+        done = subprocess.run(
+            [sys.executable, "-m", "stage02_server", "x"], capture_output=True, text=True, timeout=PATIENCE, **how
+        )
+        return done.returncode, done.stdout, done.stderr
+
+    assert both(run) == [(0, "another x\n", "")] * 2
+
+
+def test_what_an_installed_package_adds_is_found(tmp_path: Path) -> None:
+    """An entry point of a folder that comes first."""
+    (tmp_path / "theirs.py").touch()
+    information = tmp_path / "theirs-1.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1\n")
+    (information / "entry_points.txt").write_text("[vllm_in_stages.features]\ntheirs = theirs:NO_SUCH_NAME\n")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{tmp_path}:{fork_start.TESTS.parent}:{fork_start.TESTS.parent / 'trace'}",
+    }
+
+    def run() -> Any:
+        command = [sys.executable, "-m", "stage02_server", "serve", "gpt2-tiny", "--port", "x"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=environment)
+        return done.returncode, done.stdout, done.stderr
+
+    plain, forked = both(run)
+    assert forked == plain and "theirs" in plain[2]
 
 
 def test_its_random_numbers_are_its_own() -> None:
