@@ -308,6 +308,9 @@ def sampler_variants() -> Iterator[Variant]:
     flags = ("HAS_FILTERS", "HAS_PENALTIES")
     plain = dict.fromkeys(flags, False) | dict.fromkeys(optional) | tiles
     yield Variant("sample", sampler._sample, plain, always, num_warps=8, dtype="f32")
+    filters = {name: optional[name] for name in ("top_k_ptr", "top_p_ptr", "min_p_ptr")}
+    in_a_graph = dict.fromkeys(optional.keys() - filters.keys()) | {"HAS_FILTERS": True, "HAS_PENALTIES": False} | tiles
+    yield Variant("sample, in a graph", sampler._sample, in_a_graph, always | filters, num_warps=8, dtype="f32")
     everything = dict.fromkeys(flags, True) | tiles
     yield Variant("sample, all transforms", sampler._sample, everything, always | optional, num_warps=8, dtype="f32")
     types = dict.fromkeys(("logits_ptr", "chosen_ptr", "best_ptr"), "f32")

@@ -17,6 +17,7 @@ from statistics import median
 from typing import Any
 
 CACHE_BYTES = 2_000_000_000
+MOST_SECONDS = 1800  # of one engine: torch.compile may need minutes
 MODES = [(mode, cut) for mode in (0, 3) for cut in ("NONE", "FULL_DECODE_ONLY", "PIECEWISE", "FULL_AND_PIECEWISE")]
 SIMULATED = [(0, "NONE"), (0, "PIECEWISE")]
 COLUMNS = (
@@ -89,7 +90,10 @@ def _times(llm: Any, simulate: bool) -> dict[str, Any]:
 def child(asked: dict[str, Any]) -> dict[str, Any]:
     """The same in a process of its own: a GPU's memory is free again only when that ends. `error` says why there are no figures."""
     words = [sys.executable, "-m", __spec__.name if __spec__ else __name__, "--one", json.dumps(asked)]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=MOST_SECONDS)
+    except subprocess.TimeoutExpired:
+        return {"error": f"no figures after {MOST_SECONDS} s"}
     lines = done.stdout.splitlines()
     if done.returncode == 0 and lines:
         found: dict[str, Any] = json.loads(lines[-1])
