@@ -29,6 +29,7 @@ COMMANDS = {
     "stage03_engine.bundled.training.train_gpt2_tiny_draft",
     "stage03_engine.bundled.training.train_adapter",
     "stage03_engine.core.features.kv_cache_dtype.accuracy",
+    "stage03_engine.core.features.cuda_graphs.confirm",
 }  # fmt: skip
 """What users start."""
 
