@@ -76,11 +76,11 @@ def plain_states(config: dict[str, Any], tensors: dict[str, Tensor], features: T
 
 @torch.inference_mode()
 def plain_drafts(
-    config: dict[str, Any], tensors: dict[str, Tensor], model: Any, known: list[int], count: int
+    config: dict[str, Any], tensors: dict[str, Tensor], model: Any, hidden: Tensor, known: list[int], count: int
 ) -> list[int]:
-    """The tokens that a head guesses after `known`: the whole text again for each of them."""
+    """The tokens that a head guesses after `known`: the whole text again for each of them. `hidden`: the target's states of a text that begins so."""
     table = tensors.get("embed_tokens.weight", model.get_input_embeddings().weight)
-    features, tokens = plain_hidden(model, known[:-1]), known[1:]
+    features, tokens = hidden[: len(known) - 1], known[1:]
     for _ in range(count):
         states = plain_states(config, tensors, features, table[torch.tensor(tokens)])
         features = torch.cat((features, states[-1:]))

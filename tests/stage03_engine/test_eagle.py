@@ -12,6 +12,7 @@ import torch
 from drafting import COMMON, ROOMY, SETTINGS, TINY, Seen, answers, counts_of, heads_of, small_llama, spy, target, texts
 from safetensors.torch import load_file
 from small_eagle import SMALL, fitted_head, plain_drafts, random_head, write
+from small_heads import plain_hidden
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -54,8 +55,14 @@ def check_drafts(seen: Seen, folder: str, model: Any) -> int:
     """Whatever is drafted is what the twin says of the tokens that were known then. Returns how many guesses that were."""
     tensors = load_file(Path(folder) / "model.safetensors")
     config = json.loads((Path(folder) / "config.json").read_text())
-    for known, token_ids in seen:
-        assert token_ids == plain_drafts(config, tensors, model, known, len(token_ids)), (len(known), known)
+    longest: list[
+        int
+    ] = []  # the target's states of each text serve for all with which it begins: no token sees those after it
+    for known, token_ids in sorted(seen, key=lambda one: one[0], reverse=True):
+        if longest[: len(known)] != known:
+            longest = known
+            hidden = plain_hidden(model, known)
+        assert token_ids == plain_drafts(config, tensors, model, hidden, known, len(token_ids)), (len(known), known)
     return sum(len(token_ids) for _, token_ids in seen)
 
 
