@@ -188,7 +188,7 @@ UNREADABLE: dict[str, tuple[Callable[[Path], str], str]] = {
     "too long a name": (lambda folder: f"file://{folder}/{'c' * 5000}", "is not there, or cannot be read"),
     "a terabyte": (lambda folder: f"file://{folder}/huge.png", f"has {1 << 40} bytes; at most"),
     "one byte too many": (lambda folder: f"file://{folder}/one%20too%20many.png", f"at most {MOST_BYTES} "),
-    "no picture": (lambda folder: f"file://{folder}/text.png", "is none of PNG"),
+    "no picture": (lambda folder: f"file://{folder}/text.png", "is not a PNG"),
     "another machine": (lambda folder: f"file://example.org{folder}/a.png", "does not begin like file:///"),
     "a relative path": (lambda folder: "file:a.png", "does not begin like file:///"),
     "one slash": (lambda folder: "file:/", "is no plain path"),

@@ -1,9 +1,10 @@
-"""A tiny random LLaVA with a tokenizer of its own, and pictures for it."""
+"""A tiny random LLaVA with a tokenizer of its own, and pictures for it: `python tests/small_llava.py FOLDER` writes it, to try pictures without a download."""
 
 from __future__ import annotations
 
 import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -93,3 +94,7 @@ def reference_tokens(folder: Path, text: str, images: list[Image.Image], count: 
         )
     tokens: list[int] = found[0, len(prompt) :].tolist()
     return tokens
+
+
+if __name__ == "__main__":
+    llava_folder(Path(sys.argv[1]))

@@ -1,8 +1,9 @@
-"""A tiny random Qwen2-VL with a tokenizer of its own."""
+"""A tiny random Qwen2-VL with a tokenizer of its own: `python tests/small_qwen2_vl.py FOLDER` writes it, to try pictures without a download."""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -96,3 +97,7 @@ class Reference:
         with torch.inference_mode():
             logits = self.model(**self.given(token_ids, images)).logits[0]
         return logits[:-1].log_softmax(-1).gather(1, torch.tensor(token_ids[1:])[:, None])[:, 0]
+
+
+if __name__ == "__main__":
+    qwen2_vl_folder(Path(sys.argv[1]))

@@ -215,6 +215,7 @@ def test_what_is_refused_is_what_a_server_refuses(fleet: Fleet) -> None:
     ]
     assert [answer.status_code for answer in own] == [400, 400, 413, 431, 404]
     assert all(answer.json()["error"]["code"] == answer.status_code for answer in own)
+    assert "/v1/chat/completions" in own[-1].json()["error"]["message"], "it does not say what there is"
     assert fleet.post({"prompt": ["a", "b"], "max_tokens": 2}).status_code == 200
     assert httpx.get(f"{fleet.url}/health").status_code == 200
 

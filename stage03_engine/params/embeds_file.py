@@ -40,7 +40,7 @@ def layout_of(head: bytes, length: int) -> Layout:
     header_size = int.from_bytes(head[:8], "little") if len(head) >= 8 else 0
     if not 2 <= header_size <= MOST_HEADER or 8 + header_size > len(head):
         raise wrong(
-            "this is no safetensors file with a header of at most 4,096 bytes (write it with safetensors.torch.save; torch.save's form is not read, as it can hold programs)"
+            "not a safetensors file with a header of at most 4,096 bytes; write it with safetensors.torch.save (files of torch.save are not read, as they can hold programs)"
         )
     try:
         header: Any = json.loads(head[8 : 8 + header_size])

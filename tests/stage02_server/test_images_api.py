@@ -383,7 +383,7 @@ def test_a_file_that_ends_early_is_refused(
 
 @pytest.mark.parametrize("form", ["BMP", "TIFF", "PPM", "ICO", "PCX", "TGA"])
 def test_other_formats_are_not_even_tried(form: str, serve: Callable[..., InProcessServer]) -> None:
-    assert "is none of PNG, JPEG, WEBP, GIF" in refusal(serve(), chat(image(encoded(picture(1), form))))
+    assert "is not a PNG, JPEG, WEBP or GIF" in refusal(serve(), chat(image(encoded(picture(1), form))))
 
 
 # From other servers

@@ -80,7 +80,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "must come as a data: URL",
     ),
     "a file": ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, "no file is read here"),
-    "a broken file": ({"type": "image_url", "image_url": {"url": "data:image/png;base64,YWJj"}}, "is none of PNG"),
+    "a broken file": ({"type": "image_url", "image_url": {"url": "data:image/png;base64,YWJj"}}, "is not a PNG"),
     "no image of Pillow": ({"type": "image_pil", "image_pil": "cat.png"}, "a picture is a PIL.Image.Image, not str"),
     "nothing": ({"type": "image_pil"}, "a picture is a PIL.Image.Image, not NoneType"),
     "another kind": ({"type": "video_url", "video_url": {"url": "x"}}, "'video_url' cannot be served"),

@@ -30,7 +30,17 @@ from stage03_engine.frontend.features.logging_stats.logging_stats import Logging
 from stage03_engine.frontend.metrics import IterationStats
 from stage03_engine.messages import SchedulerStats
 
-FLAGS = ("--load-format", "dummy", "--host", "127.0.0.1", "--port", "0", "--num-gpu-blocks-override", "65")
+FLAGS = (
+    "--load-format",
+    "dummy",
+    "--host",
+    "127.0.0.1",
+    "--port",
+    "0",
+    "--num-gpu-blocks-override",
+    "65",
+    "--no-node-secret-required",
+)
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +69,7 @@ def test_it_says_version_settings_and_when_it_is_ready(server: ServerProcess) ->
     assert the_line(server, r"vLLM in stages (\d\S*), model gpt2$")
     settings = the_line(server, r"Settings: (.*)$")[1]
     assert {"load_format=dummy", "num_gpu_blocks_override=65", "port=0", "api_key=***"} <= set(settings.split(", "))
+    assert "node_secret_required=False" in settings, "a switch hides nothing"
     assert "sk-secret" not in "".join(server.lines) and "block_size" not in settings
     assert the_line(server, r"EngineCore.* Ready after \d+\.\d s, with a KV cache for 1024 tokens$")
     assert the_line(server, r"APIServer.* Ready after \d+\.\d s\. Serving gpt2 on ")

@@ -58,13 +58,13 @@ def test_the_text_is_that_of_the_ids(client: httpx.Client) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
-    "a prompt beside": ({"prompt_embeds": coded(ROWS), "prompt": "x"}, "prompt_embeds", "a prompt, or embeddings"),
+    "a prompt beside": ({"prompt_embeds": coded(ROWS), "prompt": "x"}, "prompt_embeds", "a prompt or embeddings, not both"),
     "two": ({"prompt_embeds": [coded(ROWS)] * 2}, "prompt_embeds", "send a request for each"),
     "no base64": ({"prompt_embeds": "ä!" * 200}, "prompt_embeds", "not base64"),
     "cut off": ({"prompt_embeds": coded(ROWS)[:-3]}, "prompt_embeds", ""),
     "another alphabet in the middle": ({"prompt_embeds": coded(ROWS)[:-200] + "-_" * 100}, "prompt_embeds", ""),
-    "a pickle": ({"prompt_embeds": base64.b64encode(b"PK\x03\x04" + bytes(200)).decode()}, "prompt_embeds", "no safetensors file"),
-    "another width": ({"prompt_embeds": coded(ROWS[:, :-1])}, "prompt_embeds", "the model's embeddings have"),
+    "a pickle": ({"prompt_embeds": base64.b64encode(b"PK\x03\x04" + bytes(200)).decode()}, "prompt_embeds", "not a safetensors file"),
+    "another width": ({"prompt_embeds": coded(ROWS[:, :-1])}, "prompt_embeds", "as the model's embeddings do"),
     "integers": ({"prompt_embeds": coded(ROWS.int())}, "prompt_embeds", "not I32"),
     "not finite": ({"prompt_embeds": coded(ROWS * float("inf"))}, "prompt_embeds", "NaN or infinity"),
     "too long": ({"prompt_embeds": coded(ROWS.repeat(20, 1))}, "prompt", "maximum context length"),

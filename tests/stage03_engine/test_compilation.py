@@ -208,7 +208,7 @@ def test_a_dry_run_expects_what_the_last_start_took(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """It says what is compiled; before the first start nobody knows how long, nor with another number format, nor from a file that is damaged."""
-    folder, unknown, same = tmp_path / "graphs", "nobody can know how long", ("--max-model-len", "96")
+    folder, unknown, same = tmp_path / "graphs", "time unknown", ("--max-model-len", "96")
     assert unknown in predicted(capsys, model, folder, "--dtype", "float32", *same)
     took = []
     caplog.set_level("INFO")

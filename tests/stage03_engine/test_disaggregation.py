@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.errors import ConfigError
 from stage03_engine.frontend.features.disaggregation.manifest import CONFLICTS, sizes_of
+from stage03_engine.frontend.features.disaggregation.roles import Roles
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     *[({"disaggregate": text}, "disaggregate must be P:D, such as 1:1") for text in ("", "1", "1:", ":1", "0:1", "1:0", "1:1:1", "a:b", "-1:2", "40:40", "1.5:1")],
@@ -41,3 +43,16 @@ def test_several_api_servers_are_refused() -> None:
 
 def test_sizes() -> None:
     assert (sizes_of("1:1"), sizes_of(" 2:3 "), sizes_of("63:1")) == ((1, 1), (2, 3), (63, 1))
+
+
+def test_the_log_names_who_computes_prompts(tmp_path: Path) -> None:
+    """As the client says it at start: every engine once, on the side that its settings put it on."""
+    config = EngineArgs.from_kwargs(model="gpt2-tiny", disaggregate="2:3")
+    roles = Roles(config, tmp_path)
+    prefill, decode = str(roles).split("Decode")
+    for engine in range(5):
+        is_producer = roles.of(config, engine).kv_transfer_config.saves
+        assert (f"EngineCore_DP{engine}" in prefill, f"EngineCore_DP{engine}" in decode) == (
+            is_producer,
+            not is_producer,
+        )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -326,7 +328,7 @@ def test_a_request_that_another_hook_refuses_leaves_nothing(engine: Engine) -> N
 
 @pytest.mark.parametrize("text, pictures", [("no place", [1]), ("<image>", []), ("<image> <image>", [1])])
 def test_a_place_for_each_picture_and_a_picture_for_each_place(engine: Engine, text: str, pictures: list[int]) -> None:
-    with pytest.raises(InvalidRequestError, match="each of which stands for an image"):
+    with pytest.raises(InvalidRequestError, match="for each image"):
         engine.request(text, pictures)
 
 
@@ -523,3 +525,11 @@ def test_what_the_trace_shows(folder: Path, tmp_path: Path) -> None:
         if step.step == held.step and reason.text.startswith("For image")
     )
     assert "the encoder has no room beside 1 that are still needed" in text
+
+
+@pytest.mark.parametrize("script", ["small_llava.py", "small_qwen2_vl.py"])
+def test_a_reader_gets_a_model_that_sees_without_a_download(script: str, tmp_path: Path) -> None:
+    """As the README says: the folder is one that the engine takes."""
+    made = tmp_path / "model"
+    subprocess.run([sys.executable, str(Path(__file__).parent.parent / script), str(made)], check=True)
+    assert EngineArgs.from_kwargs(model=str(made)).shape.image_token is not None

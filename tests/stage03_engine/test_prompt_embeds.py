@@ -96,7 +96,7 @@ def test_a_tensor_is_a_prompt(model: str, table: torch.Tensor) -> None:
             ({"prompt_embeds": rows.tolist()}, "this is no tensor, but list"),
             ({"prompt_embeds": rows[0]}, r"must have the shape \[num_tokens, hidden_size\]"),
             *(({"prompt_embeds": form}, why) for form, why in odd_tensors(rows)),
-            ({"prompt_embeds": rows[:, :-1]}, "the model's embeddings have"),
+            ({"prompt_embeds": rows[:, :-1]}, "as the model's embeddings do"),
             ({"prompt_embeds": rows, "cache_salt": 3}, "may hold a cache_salt"),
         ):
             with pytest.raises(InvalidRequestError, match=why) as refused:
@@ -190,9 +190,9 @@ def header(**changes: Any) -> bytes:
 
 
 ODD = {
-    "empty": (b"", "no safetensors file"),
-    "a pickle": (b"PK\x03\x04\0\0\0\0" + bytes(100), "no safetensors file"),
-    "a header of gigabytes": ((1 << 40).to_bytes(8, "little") + bytes(100), "no safetensors file"),
+    "empty": (b"", "not a safetensors file"),
+    "a pickle": (b"PK\x03\x04\0\0\0\0" + bytes(100), "not a safetensors file"),
+    "a header of gigabytes": ((1 << 40).to_bytes(8, "little") + bytes(100), "not a safetensors file"),
     "no JSON": ((5).to_bytes(8, "little") + b"{{{{{" + bytes(32), "exactly one tensor"),
     "a list": ((2).to_bytes(8, "little") + b"[]", "exactly one tensor"),
     "nested": ((4000).to_bytes(8, "little") + b"[" * 4000, "exactly one tensor"),
@@ -234,7 +234,7 @@ def test_what_does_not_fit_the_model_or_the_request(model: str, table: torch.Ten
                 llm.generate(
                     [prompt], [msgspec.structs.replace(params, prompt_embeds=save({"x": tensor.contiguous()}))]
                 )
-        for wrong, why in (([5] * 40, "as many times token 0"), ([0] * 39, "40 embeddings beside 39 tokens")):
+        for wrong, why in (([5] * 40, "token 0 once for each row"), ([0] * 39, "40 embeddings beside 39 tokens")):
             with pytest.raises(InvalidRequestError, match=why):
                 llm.generate([wrong], [params])
         for more in (

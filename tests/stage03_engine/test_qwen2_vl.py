@@ -647,7 +647,7 @@ def test_the_engine_trusts_no_message(engine: SeeingEngine, spoil: Any) -> None:
 
 @pytest.mark.parametrize("shown", [[picture(1)], [picture(1)] * 2], ids=len)
 def test_a_place_for_each_picture(shown: Sequence[Image.Image], engine: SeeingEngine) -> None:
-    with pytest.raises(InvalidRequestError, match="each of which stands for an image"):
+    with pytest.raises(InvalidRequestError, match="for each image"):
         engine.request(f"{SEEN}{SEEN}{SEEN}", shown)
-    with pytest.raises(InvalidRequestError, match="each of which stands for an image"):
+    with pytest.raises(InvalidRequestError, match="for each image"):
         engine.request("<|image_pad|> and no picture", [])

@@ -34,7 +34,7 @@ def prepared(data: bytes | str, max_bytes: int, max_pixels: int, max_tokens: int
     except InvalidRequestError:  # or it would count as a ValueError
         raise
     except UnidentifiedImageError:
-        raise refused(f"is none of {', '.join(FORMATS)}") from None
+        raise refused(f"is not a {', '.join(FORMATS[:-1])} or {FORMATS[-1]}") from None
     except BROKEN:
         raise refused("is broken, and cannot be decoded") from None
 

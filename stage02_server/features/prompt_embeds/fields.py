@@ -50,7 +50,7 @@ class PromptEmbedsFields(RequestFields):
             return
         request: Any = self
         if request.prompt:
-            raise InvalidRequestError(f"{_FIELD}: a request has a prompt, or embeddings.", _FIELD)
+            raise InvalidRequestError(f"{_FIELD}: give a prompt or embeddings, not both.", _FIELD)
         if getattr(request, "echo", False):
             raise InvalidRequestError(f"echo cannot be combined with {_FIELD}: the prompt has no text.", "echo")
         if getattr(request, "use_beam_search", False):

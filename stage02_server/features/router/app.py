@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import uvicorn
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -75,6 +76,12 @@ def build_app(servers: Servers, flags: RouterFlags, limits: HardeningFlags) -> S
         *(Route(path, proxy, methods=["POST"]) for path in PATHS),
         Route("/v1/models", show_models), Route("/health", show_health), Route("/metrics", show_metrics),
     ]  # fmt: skip
+
+    async def say_what_there_is(scope: Scope, receive: Receive, send: Send) -> None:
+        raise HTTPException(
+            404, f"The router answers at {', '.join(each.path for each in routes)}; ask a server itself for all else."
+        )
+
     layers = [
         part
         for place in LAYERS
@@ -83,6 +90,7 @@ def build_app(servers: Servers, flags: RouterFlags, limits: HardeningFlags) -> S
     ]
     kinds: list[Any] = [part.load() for part in layers if not part.module.endswith(_COUNTS_ANSWERS)]
     app = Starlette(routes=routes, middleware=[Middleware(StateLayer), *(Middleware(kind, limits) for kind in kinds)])
+    app.router.default = say_what_there_is
     add_exception_handlers(app)  # type: ignore[arg-type]
     app.middleware_stack = app.build_middleware_stack()  # now, because a user's layer may fail
     return app

@@ -27,19 +27,21 @@ class RouterFlags:
     """Which servers, and how long they may take."""
 
     prefill: tuple[str, ...] = option((), "addresses of servers that compute prompts, such as http://127.0.0.1:8100")
-    decode: tuple[str, ...] = option((), "addresses of servers that go on with them")
+    decode: tuple[str, ...] = option((), "addresses of servers that write the answers, such as http://127.0.0.1:8200")
     host: str | None = option(None, "address to listen on; all interfaces if not given")
     port: int = option(8000, "port to listen on; 0 takes a free one", at_least=0)
-    max_concurrent_requests: int = option(1024, "most requests that are being answered (429 beyond)", at_least=1)
+    max_concurrent_requests: int = option(1024, "most requests in progress at once (429 beyond)", at_least=1)
     prefill_timeout_secs: float = option(
-        60, "seconds that a prompt may take at a prefill server; then a decode server computes it", at_least=0.001
+        60,
+        "seconds that a prefill server may take for a prompt; after that a decode server computes it",
+        at_least=0.001,
     )
     request_timeout_secs: float = option(
-        1800, "seconds for which a decode server may say nothing before its request is given up", at_least=0.001
+        1800, "seconds of silence after which the router gives up a request at a decode server", at_least=0.001
     )
     health_check_interval_secs: float = option(
         5,
-        "seconds from one look at a server's /health to the next, or 1 while one is not ready, if that is less",
+        "seconds between two looks at a server's /health; 1 at most while one is not ready",
         at_least=0.01,
     )
     shutdown_timeout: int = option(30, "seconds that running requests get to finish after SIGTERM", at_least=0)
@@ -55,7 +57,9 @@ class RouterFlags:
         for name in ("prefill", "decode"):
             urls = getattr(self, name)
             if not 0 < len(urls) <= MOST_SERVERS:
-                raise ConfigError(f"router needs --{name} with the address of a server, {MOST_SERVERS} at most")
+                raise ConfigError(
+                    f"router needs the address of at least one {name} server: --{name} http://HOST:PORT ({MOST_SERVERS} at most)"
+                )
             if len({check_url(name, url) for url in urls}) < len(urls):
                 raise ConfigError(f"--{name} names a server twice")
 

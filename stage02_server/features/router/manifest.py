@@ -1,4 +1,4 @@
-"""`stages router`: one address before prefill servers and decode servers."""
+"""`stages router`: one address for prefill servers and decode servers."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from stage03_engine.plugins import Feature, Part
 
 FEATURE = Feature(
     name="router",
-    help="one address before servers that compute prompts and servers that go on with them",
+    help="one address for servers that compute prompts and servers that go on with them",
     room=__package__,
     parts=(
         Part(
             "command",
             ".command:RouterSubcommand",
             key="router",
-            help="one address before prefill servers and decode servers",
+            help="one address for prefill servers and decode servers",
         ),
     ),
     needs=("hardening",),  # the limits of its HTTP side

@@ -25,7 +25,7 @@ class ImagePlaces(InputHook):
         if (count := token_ids.count(image_token)) != given:
             placeholder = MULTIMODAL_REGISTRY.info(shape).placeholder
             raise InvalidRequestError(
-                f"The prompt has {count} of {placeholder}, each of which stands for an image, and {given} images come with it.",
+                f"The prompt needs one {placeholder} for each image: it has {count}, and the request brings {given}.",
                 "prompt",
             )
         if not count:

@@ -21,8 +21,12 @@ def say(config: VllmConfig, *more_sections: object) -> None:
     logger.info("vLLM in stages %s, model %s", __version__, model.model)
     sections = [*(getattr(config, each.name) for each in fields(config)), *more_sections]
     values = [(each, getattr(section, each.name)) for section in sections for each in settings_of(type(section))]
-    shown = {each.name: HIDDEN if each.secret else str(value) for each, value in values if value != each.default}
-    logger.info("Settings: %s", ", ".join(f"{name}={value}" for name, value in redact_values(shown).items()))
+    given = {each.name: HIDDEN if each.secret else value for each, value in values if value != each.default}
+    hidden = redact_values({name: str(value) for name, value in given.items()})
+    shown = {
+        name: value if isinstance(value, bool) else hidden[name] for name, value in given.items()
+    }  # a switch is no secret
+    logger.info("Settings: %s", ", ".join(f"{name}={value}" for name, value in shown.items()))
     if config.device_config.device == "cpu":
         logger.info("On the CPU (%s): %s", find_cores(), _how_it_computes(config))
     for section in more_sections:

@@ -87,7 +87,7 @@ def start_row(config: VllmConfig) -> tuple[str, str, str]:
         what = f"{took.graphs} graphs" if took else "graphs of what lies between attentions"
     what += f" by {settings.backend}"
     if took is None:
-        return "torch.compile", what, "nobody can know how long: no start with these settings was measured here"
+        return "torch.compile", what, "time unknown: no start with these settings has been measured here"
     return "torch.compile", what, expected(took)
 
 

@@ -8,6 +8,7 @@ the prompt itself if there is no prefill engine, and a prefill engine does all o
 from __future__ import annotations
 
 import contextlib
+import logging
 from typing import Any, NamedTuple
 
 import msgspec
@@ -25,6 +26,7 @@ from stage03_engine.frontend.features.disaggregation.roles import Roles
 from stage03_engine.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from stagetrace import trace
 
+logger = logging.getLogger(__name__)
 PARAMS = "kv_transfer_params"
 
 
@@ -78,6 +80,7 @@ class DisaggregatedClient(DPLBAsyncMPClient):
         self._folder = private_folder()
         self.roles = Roles(config, self._folder.path)
         self.max_local_prefill_length: int = config.disaggregation_config.max_local_prefill_length
+        logger.info("%s", self.roles)
         self._prefilling: set[str] = set()  # requests that are, or wait, for their first token
         self._kept: dict[str, Kept | None] = {}  # of requests that a prefill engine is through with; None: no block
         self._queued: dict[str, float] = {}  # seconds that they waited at a prefill engine, until the answer begins

@@ -19,11 +19,17 @@ class Roles:
 
     def __init__(self, config: VllmConfig, folder: Path) -> None:
         self.num_prefill: int = config.disaggregation_config.num_prefill
+        self.num_decode: int = config.disaggregation_config.num_decode
         self._secret = folder / "secret"
         self._hash_seed = config.cache_config.prefix_caching_hash_seed or secrets.token_hex(16)
         descriptor = os.open(self._secret, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with open(descriptor, "w", encoding="ascii") as file:
             file.write(secrets.token_hex(32))
+
+    def __str__(self) -> str:
+        names = [f"EngineCore_DP{engine}" for engine in range(self.num_prefill + self.num_decode)]
+        prefill, decode = names[: self.num_prefill], names[self.num_prefill :]
+        return f"Prefill, which computes prompts: {', '.join(prefill)}. Decode, which goes on with them: {', '.join(decode)}."
 
     def computes_prompts(self, engine: int) -> bool:
         """Is this its role? It can do more, when the others are dead."""

@@ -33,7 +33,7 @@ class PromptEmbedsInputHook(InputHook):
             if getattr(params, name, off) not in (off, None):
                 raise InvalidRequestError(f"{name} cannot be combined with {FIELD}: {why}.", name)
         if any(token_ids):
-            raise wrong("beside embeddings the prompt is as many times token 0, or left out")
+            raise wrong("beside embeddings leave the prompt out, or give token 0 once for each row")
         return list(token_ids)
 
     def resolve(self, params: SamplingParams) -> SamplingParams:
@@ -41,6 +41,6 @@ class PromptEmbedsInputHook(InputHook):
         file = as_file(params.prompt_embeds or b"")
         layout, width = layout_of(file[: 8 + 4096], len(file)), self.processor.vllm_config.shape.hidden_size
         if layout.width != width:
-            raise wrong(f"the model's embeddings have {width} numbers, these {layout.width}")
+            raise wrong(f"each row must have {width} numbers, as the model's embeddings do, not {layout.width}")
         check_numbers(file, layout)
         return msgspec.structs.replace(params, prompt_embeds=file)
