@@ -25,9 +25,8 @@ from stagetrace import trace
 # Triton kernels are interpreted: they run on any machine, and slowly.
 os.environ["TRITON_INTERPRET"] = "1"
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="0")
-os.environ["OMP_NUM_THREADS"] = (
-    "1"  # there is a test process per core and one more, and what it computes is too small to share
-)
+# There is a test process per core and one more, and what it computes is too small to share.
+os.environ["OMP_NUM_THREADS"] = "1"
 # Libraries are installed without byte code. Unless somebody writes it, each of some hundred processes compiles torch again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
