@@ -155,8 +155,11 @@ class BlockFetcher:
             self._lose(peer, why)
 
     def _lose(self, peer: Peer, why: str) -> None:
-        """What has come of its blocks is used."""
-        logger.warning("The engine at %s sends no more KV-cache blocks: %s. They are computed here.", peer.address, why)
+        """What has come of its blocks is used. One from which nobody waits for blocks may have ended as it should."""
+        if peer.fetches:
+            logger.warning(
+                "The engine at %s sends no more KV-cache blocks: %s. They are computed here.", peer.address, why
+            )
         if trace.on:
             trace.emit("kv_p2p.lost", peer=peer.address, message=why, num_requests=len(peer.fetches))
         self._forget(peer)
