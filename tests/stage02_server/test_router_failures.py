@@ -152,8 +152,8 @@ def test_who_is_told_what(stream: bool) -> None:
 
 
 ALONE = [
-    {"prompt": ["a", "b"]}, {"prompt": [[1], [2]]}, {"prompt": "a", "prompt_logprobs": 1}, {"prompt": "a", "use_beam_search": True},
-    {"prompt": "a", "echo": True, "logprobs": 1}, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]}, {"prompt": [{}, 1]},
+    {"prompt": ["a", "b"]}, {"prompt": [[1], [2]]}, {"prompt": "a", "prompt_logprobs": 1}, {"prompt": "a", "prompt_logprobs": 0}, {"prompt": "a", "use_beam_search": True},
+    {"prompt": "a", "echo": True, "logprobs": 1}, {"prompt": "a", "echo": True, "logprobs": 0}, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]}, {"prompt": [{}, 1]},
 ]  # fmt: skip
 TOGETHER = [
     {"prompt": ["a"]}, {"prompt": [1, 2, 3]}, {"prompt": [[1, 2]]}, {"prompt": "[\"a\", \"b\"]"}, {"prompt": "a", "echo": True}, {"prompt": None}, {"n": 3},

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import httpx
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -26,12 +25,13 @@ from stage02_server.features.hardening.manifest import HardeningFlags
 from stage02_server.features.hardening.process import prepare
 from stage02_server.features.router.command import RouterFlags
 from stage02_server.features.router.metrics import RouterMetrics
-from stage02_server.features.router.proxy import Proxy, passed_on
+from stage02_server.features.router.proxy import GONE, MOST_BYTES, Proxy, check, passed_on, read
 from stage02_server.features.router.servers import Servers
 from stage02_server.middleware import route_path
 from stage03_engine.plugins import parts
 
 logger = logging.getLogger(__name__)
+MODELS_SECONDS = 10.0
 PATHS = ("/v1/completions", "/v1/chat/completions")
 _COUNTS_ANSWERS = "answers_in_flight"  # a layer that counts for an engine
 
@@ -66,11 +66,16 @@ def build_app(servers: Servers, flags: RouterFlags, limits: HardeningFlags) -> S
         if (server := servers.for_answer()) is None:
             raise unavailable("No server can be reached.")
         try:
-            found = await servers.client.get(server.url + "/v1/models", headers=passed_on(request.headers))
-        except httpx.HTTPError:
+            headers = [*passed_on(request.headers), (b"Accept-Encoding", b"identity")]
+            async with (
+                asyncio.timeout(MODELS_SECONDS),
+                servers.client.stream("GET", server.url + "/v1/models", headers=headers) as found,
+            ):
+                check(found)
+                return Response(await read(found, MOST_BYTES), found.status_code, media_type="application/json")
+        except GONE:
             await servers.look(server)
             raise unavailable("The server ended while it answered this request.") from None
-        return Response(found.content, found.status_code, media_type="application/json")
 
     routes = [
         *(Route(path, proxy, methods=["POST"]) for path in PATHS),

@@ -19,7 +19,7 @@ _OF_THE_ANSWER = (
     "guided_choice", "guided_grammar", "guided_json", "guided_regex", "echo", "stop", "request_id",
 )  # fmt: skip
 """Fields that are of no use to a prefill server: they say how the answer is to be, and change nothing of the prompt."""
-_NOTHING = {b"null", b"false", b"0", b"{}", b"[]", b'""'}
+_NOTHING = {b"null", b"false", b"{}", b"[]", b'""'}
 _read = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _read_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
 write = msgspec.json.encode

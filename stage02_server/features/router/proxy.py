@@ -7,6 +7,7 @@ error.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import uuid
 from collections.abc import AsyncIterator
@@ -31,7 +32,12 @@ from stagetrace import trace
 
 PASSED_ON = ("authorization", "x-api-key", "tracestate", "user-agent")
 """Headers of the client that a server gets; content type, request id and traceparent are made here."""
-PASSED_BACK = ("content-type", "retry-after", "www-authenticate", "cache-control", "x-accel-buffering", "x-request-id")
+PASSED_BACK = (
+    "content-type", "content-encoding", "retry-after", "www-authenticate", "cache-control", "x-accel-buffering", "x-request-id",
+)  # fmt: skip
+_CONTROLS = frozenset([*range(9), *range(10, 32), 127])  # bytes that no header may have
+MOST_BYTES = 1 << 24
+"""Of what a server says to the router itself: where blocks are, why it cannot, which models it has."""
 MOST_DEATHS = 2  # of servers that had the request: then it is refused, as it may be what kills them
 GONE = (httpx.HTTPError, httpx.StreamError, OSError)
 
@@ -144,8 +150,11 @@ class Proxy:
         while journey.body.pays and (server := self._servers.choose("prefill", tried)) is not None:
             tried.add(server)
             try:
-                async with self._asked(server, journey, journey.body.for_prefill(), self._prefill_seconds) as answer:
-                    data = await answer.aread()
+                async with (
+                    asyncio.timeout(self._prefill_seconds),
+                    self._asked(server, journey, journey.body.for_prefill(), self._prefill_seconds) as answer,
+                ):
+                    data = await read(answer, MOST_BYTES)
             except GONE as error:
                 await self._is_lost(server, journey, error)
                 journey.check()
@@ -162,46 +171,43 @@ class Proxy:
         """Pass the answer on. Raises Lost."""
         try:
             async with self._asked(server, journey, journey.body.for_answer(params)) as answer:
-                if journey.body.is_stream and answer.status_code == 200:
-                    await self._pass_on(server, answer, journey)
-                else:
-                    await self._pass_whole(server, answer, journey)
+                if answer.status_code == 503:  # it is full, starts, or ends: perhaps another one can
+                    data = await read(answer, MOST_BYTES)
+                    self._count(server, journey, 503, False)
+                    journey.refusal = Response(data, 503, _passed_back(answer))
+                    journey.refused_by.add(server)
+                    raise Lost
+                await self._pass_on(server, answer, journey)
         except GONE as error:
             await self._is_lost(server, journey, error)
             raise Lost from None
 
-    async def _pass_whole(self, server: Server, answer: httpx.Response, journey: Journey) -> None:
-        data = await answer.aread()
-        self._count(server, journey, answer.status_code, False)
-        response = Response(data, answer.status_code, _passed_back(answer))
-        if answer.status_code == 503:  # it is full, starts, or ends: perhaps another one can
-            journey.refusal = response
-            journey.refused_by.add(server)
-            raise Lost
-        await response({"type": "http"}, _nothing, journey.send)
-
     async def _pass_on(self, server: Server, answer: httpx.Response, journey: Journey) -> None:
-        """A stream, as it comes; its header is sent with its first piece."""
-        begun, send = False, journey.send
-        headers = [(name.encode(), value.encode("latin-1")) for name, value in _passed_back(answer).items()]
+        """As it comes, so that no answer is too long for this process; its header is sent with its first piece. One that breaks has an error for
+        its end if it is a stream, between two events of it; else the connection ends without the end of the answer, so that nobody takes the part
+        for the whole."""
+        begun, last, send = False, b"", journey.send
+        start = {"type": "http.response.start", "status": answer.status_code, "headers": _passed_back(answer).raw}
         try:
             async for piece in answer.aiter_raw():
                 if not begun:
                     begun = True
-                    await send({"type": "http.response.start", "status": 200, "headers": headers})
+                    await send(start)
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
+                last = (last + piece[-2:])[-2:]
         except GONE as error:
             if not begun:
                 raise
             await self._is_lost(server, journey, error)
-            words = error_json(unavailable("The server ended while it answered this request."))
-            end = f"data: {words}\n\ndata: [DONE]\n\n".encode()
-            await send({"type": "http.response.body", "body": end, "more_body": False})
+            if last == b"\n\n" and answer.headers.get("content-type", "").startswith("text/event-stream"):
+                words = error_json(unavailable("The server ended while it answered this request."))
+                end = f"data: {words}\n\ndata: [DONE]\n\n".encode()
+                await send({"type": "http.response.body", "body": end, "more_body": False})
             return
         if not begun:
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send(start)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-        self._count(server, journey, 200, False)
+        self._count(server, journey, answer.status_code, False)
 
     # Both
 
@@ -232,6 +238,7 @@ class Proxy:
         with server.at_work():
             answer = await client.send(request, stream=True)
             try:
+                check(answer)
                 yield answer
             finally:
                 await answer.aclose()
@@ -247,12 +254,29 @@ class Proxy:
     async def _is_lost(self, server: Server, journey: Journey, error: Exception) -> None:
         """Is it gone, or was it only this connection?"""
         self._count(server, journey, 0, False, reason(error))
-        journey.deaths += not isinstance(error, httpx.ConnectError | httpx.TimeoutException)
+        journey.deaths += not isinstance(error, httpx.ConnectError | httpx.TimeoutException | TimeoutError)
         await self._servers.look(server)
 
 
-def _passed_back(answer: httpx.Response) -> dict[str, str]:
-    return {name: answer.headers[name] for name in PASSED_BACK if name in answer.headers}
+def check(answer: httpx.Response) -> None:
+    """Can its status and its header be said to a client? Raises RemoteProtocolError: so it is as broken as one that is no HTTP at all."""
+    values = b"".join(value for _, value in _passed_back(answer).raw)
+    if not 200 <= answer.status_code < 600 or not _CONTROLS.isdisjoint(values):
+        raise httpx.RemoteProtocolError("a status or a header that is none")
+
+
+async def read(answer: httpx.Response, most: int) -> bytes:
+    """What an answer says; nothing if that is longer. It is not unpacked: whoever packs what was to come plain may pack any number of bytes."""
+    data = bytearray()
+    async for piece in answer.aiter_raw():
+        data += piece
+        if len(data) > most:
+            return b""
+    return bytes(data)
+
+
+def _passed_back(answer: httpx.Response) -> httpx.Headers:
+    return httpx.Headers([each for each in answer.headers.raw if each[0].lower().decode("latin-1") in PASSED_BACK])
 
 
 async def _nothing() -> dict[str, str]:

@@ -44,8 +44,9 @@ class Servers:
             [Server("decode", url) for url in decode],
         )
         logging.getLogger("httpx").setLevel(logging.WARNING)  # it has a line for each look
-        # A server closes a connection that idles for 5 s: one that is about to be closed must not get a request.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=2.0)
+        # A connection for each request. On one that is used again, what a server said too much would be the answer to somebody else's request,
+        # and a server that closes it just then would seem to have died of the next one.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         timeouts = httpx.Timeout(timeout, connect=CONNECT_SECONDS, pool=None)
         self.client = httpx.AsyncClient(limits=limits, timeout=timeouts, trust_env=False, follow_redirects=False)
 
@@ -68,11 +69,15 @@ class Servers:
     async def look(self, server: Server) -> None:
         """Is it up?"""
         try:
-            answer = await self.client.get(server.url + "/health", timeout=HEALTH_SECONDS)
+            async with (
+                asyncio.timeout(HEALTH_SECONDS),  # one that says a byte now and then would be waited for without end
+                self.client.stream("GET", server.url + "/health", timeout=HEALTH_SECONDS) as answer,
+            ):
+                status = answer.status_code
         except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
             self._found(server, False, reason(error))
         else:
-            self._found(server, answer.status_code == 200, f"its /health says {answer.status_code}")
+            self._found(server, status == 200, f"its /health says {status}")
 
     def _found(self, server: Server, is_up: bool, why: str) -> None:
         if server.is_up is is_up:
@@ -98,6 +103,6 @@ def reason(error: Exception) -> str:
     """In a few words."""
     if isinstance(error, httpx.ConnectError):
         return "nobody listens there"
-    if isinstance(error, httpx.TimeoutException):
+    if isinstance(error, httpx.TimeoutException | TimeoutError):
         return "it does not answer in time"
     return f"the connection broke ({type(error).__name__})"
