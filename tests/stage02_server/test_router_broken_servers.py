@@ -19,7 +19,7 @@ from stage02_server.features.router import app as router_app, proxy, servers
 from stage02_server.features.router.command import RouterFlags
 from stage02_server.features.router.servers import Servers
 
-URLS = {"prefill": ("http://p0",), "decode": ("http://d0",)}
+PREFILL, DECODE = ("http://p0",), ("http://d0",)
 JSON = [(b"content-type", b"application/json")]
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8")]
 SOON = 0.05  # seconds of a limit that is to be reached
@@ -56,11 +56,11 @@ def fleet(of: dict[str, Callable[[httpx.Request], httpx.Response]], **flags: Any
             return found(request)
         return said(Pieces(b'{"id": 1}'))
 
-    fleet = Servers(*URLS.values(), timeout=PATIENCE)
+    fleet = Servers(PREFILL, DECODE, PATIENCE)
     fleet.client = httpx.AsyncClient(transport=httpx.MockTransport(answer), timeout=PATIENCE)
     for server in fleet.all:
         server.is_up = True
-    return router_app.build_app(fleet, RouterFlags(**URLS, **flags), HardeningFlags()), fleet
+    return router_app.build_app(fleet, RouterFlags(PREFILL, DECODE, **flags), HardeningFlags()), fleet
 
 
 async def ask(
@@ -77,7 +77,7 @@ async def ask(
     async def send(message: Any) -> None:
         sent.append(message)
 
-    scope = {
+    scope: dict[str, Any] = {
         "type": "http", "method": "GET" if body is None else "POST", "path": path, "headers": [], "query_string": b"", "http_version": "1.1",
     }  # fmt: skip
     async with asyncio.timeout(PATIENCE):

@@ -23,6 +23,7 @@ from test_p2p_connector import HOW, PROMPTS, SECRET, core_of
 from test_strangers import GIANT, GIANT_COMMAND, GREETING
 
 from stage03_engine.core.engine_core import EngineCore
+from stage03_engine.core.features.kv_transfer.block_store import checksum_of
 from stage03_engine.core.features.p2p_connector.messages import Block, End, Want, encode
 from stage03_engine.core.features.p2p_connector.p2p import LISTENING
 from stage03_engine.core.features.prefix_cache_reset.prefix_cache_reset import reset_prefix_cache
@@ -220,6 +221,16 @@ def of(message: Block | End) -> list[bytes]:
     return [b"", encode(message)]
 
 
+def whole(size: int) -> Answer:
+    """One whose checksum is right."""
+
+    def answer(want: Want) -> list[list[bytes]]:
+        block_hash, data = want.hashes[0], bytes(size)
+        return [of(Block(want.place, block_hash, checksum_of(block_hash, data), data)), of(End(want.place))]
+
+    return answer
+
+
 ANSWERS: dict[str, Answer] = {
     "nothing": lambda want: [],
     "an end": lambda want: [of(End(want.place))],
@@ -236,6 +247,7 @@ ANSWERS: dict[str, Answer] = {
     ],
     "a block of wrong bytes": lambda want: [of(Block(want.place, want.hashes[0], bytes(16), bytes(BLOCK))), of(End(want.place))],
     "a block of no bytes": lambda want: [of(Block(want.place, want.hashes[0], b"", b"")), of(End(want.place))],
+    **{f"a block that is whole, of {size} bytes": whole(size) for size in (0, 1, BLOCK, 1 << 15)},
     "a block of a megabyte": lambda want: [
         [b"\x91\x14", *[bytes(1 << 16)] * 20], [b"", encode(Block(want.place, want.hashes[0], bytes(16), bytes(60_000)))], of(End(want.place)),
     ],

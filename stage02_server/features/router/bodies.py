@@ -21,7 +21,7 @@ _OF_THE_ANSWER = (
 """Fields that are of no use to a prefill server: they say how the answer is to be, and change nothing of the prompt."""
 _NOTHING = {b"null", b"false", b"{}", b"[]", b'""'}
 _read = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-_read_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
+_read_one = msgspec.json.Decoder(tuple[msgspec.Raw]).decode  # ends at a second item, however many there are
 write = msgspec.json.encode
 
 
@@ -65,9 +65,10 @@ class Body:
         if not prompt.startswith(b"[") or inner[:1].isdigit():  # a text, or token ids
             return True
         try:
-            return len(_read_list(prompt)) == 1
-        except MALFORMED:
-            return False  # a server says what is wrong
+            _read_one(prompt)
+        except MALFORMED:  # several; or a server says what is wrong
+            return False
+        return True
 
     def for_prefill(self) -> bytes:
         """The prompt, and one token."""

@@ -18,6 +18,7 @@ import msgspec
 import zmq
 
 from stage03_engine.config import VllmConfig
+from stage03_engine.core.features.kv_transfer.block_parts import part_bytes
 from stage03_engine.core.features.kv_transfer.block_store import checksum_of, compatibility_hash
 from stage03_engine.core.features.kv_transfer.reader import Found
 from stage03_engine.core.features.p2p_connector.messages import (
@@ -73,6 +74,7 @@ class BlockFetcher:
 
     def __init__(self, config: VllmConfig) -> None:
         self._identity, self._secret = compatibility_hash(config), read_secret(config.node_config)
+        self._block_bytes = sum(part_bytes(config))
         self._most_seconds: float = config.kv_transfer_config.max_read_seconds
         self._mail: Mailbox[Callable[[], object]] = Mailbox()
         self._lock, self._is_ending = Lock(), False
@@ -221,6 +223,8 @@ class BlockFetcher:
             return  # too late
         if isinstance(message, End):
             self._window_ended(peer, fetch, message)
+        elif len(message.data) != self._block_bytes:
+            return  # whatever its checksum says: it would not fit its place
         elif message.block_hash in fetch.window and message.checksum == checksum_of(message.block_hash, message.data):
             fetch.came[message.block_hash] = message.data
 
