@@ -87,7 +87,7 @@ class Journey:
     def check(self) -> None:
         """Raises APIError if it may be what servers die of."""
         if self.deaths >= MOST_DEATHS:
-            raise unavailable(f"{self.deaths} servers ended while they had this request.")
+            raise unavailable(f"{self.deaths} servers died while they had this request; it is not tried again.")
 
 
 class Proxy:
