@@ -82,7 +82,7 @@ class Servers:
             logger.info("The %s server %s is ready.", server.role, server.url)
         else:
             logger.warning(
-                "The %s server %s cannot be used, and gets no requests until it can: %s.", server.role, server.url, why
+                "The %s server %s is not ready, and gets no requests until it is: %s.", server.role, server.url, why
             )
         if trace.on:
             trace.emit("router.server", role=server.role, url=server.url, is_up=is_up, message="" if is_up else why)
