@@ -19,7 +19,7 @@ _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class LocalFiles:
-    """Reads below `folder`, as it is now: what a link in its own path leads to later is another one. None, or an empty text: nothing is read."""
+    """Reads below `folder`, resolved now: a link in the folder's own path may change later without effect. None or an empty text: reads nothing."""
 
     def __init__(self, folder: str | None, max_bytes: int) -> None:
         self._folder = os.fsencode(os.path.realpath(folder)) if folder else None
