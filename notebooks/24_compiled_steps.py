@@ -217,7 +217,7 @@ gained = found["0: as torch runs it"][3] / found["3: whole, inductor"][3]
 lab.say(f"a step of Inductor's is {gained:.2f} times as fast as torch's own, on this machine")
 
 # %% [markdown]
-# `eager` and `aot_eager` change no operation: what they cost or win is what noting and guarding costs. So they are the control of the experiment. `serve --dry-run` says what would be compiled, and how long it took the last time; before the first start nobody can know.
+# `eager` and `aot_eager` change no operation: what they cost or win is what noting and guarding costs. So they are the control of the experiment. `serve --dry-run` says what would be compiled, and how long it took the last time; before the first start it cannot know.
 #
 # ## The pieces of a step
 #

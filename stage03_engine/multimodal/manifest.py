@@ -35,12 +35,12 @@ class MultiModalConfig:
     )
     allowed_media_domains: tuple[str, ...] | None = option(
         None,
-        "hosts whose images are fetched, if a chat names their addresses, which must be public; none if not given: then images come as data: URLs",
+        "hosts (with public addresses) from which images are fetched when a chat names a URL; none if not given: then images must be data: URLs",
     )
     allowed_local_media_path: str | None = option(
-        None, "folder of this machine whose images chats may name, as file:///...; none if not given"
+        None, "folder on this machine from which chats may name images, as file:///...; none if not given"
     )
-    media_fetch_seconds: int = option(5, "most seconds that an image may take to be fetched (400 beyond)", at_least=1)
+    media_fetch_seconds: int = option(5, "most seconds for fetching an image (400 beyond)", at_least=1)
     max_image_bytes: int = option(8388608, "most bytes of an image's file (400 beyond)", at_least=1)
     max_image_pixels: int = option(
         33554432, "most pixels of an image, width x height, by what its file says (400 beyond)", at_least=1
@@ -177,7 +177,9 @@ def _check_media(config: VllmConfig) -> None:
             raise ConfigError(f"limit_mm_per_prompt: {name} must be a number of at least 0, not {count!r}")
     for domain in media.allowed_media_domains or ():
         if "/" in domain or domain.count(":") == 1:
-            raise ConfigError(f"allowed_media_domains: {domain!r} is no host: leave out https://, ports and paths")
+            raise ConfigError(
+                f"allowed_media_domains: {domain!r} is not a host name: leave out https://, ports and paths"
+            )
     folder = media.allowed_local_media_path
     if folder and not os.path.isdir(folder):
         raise ConfigError(f"allowed_local_media_path: {folder!r} is no folder of this machine")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -308,3 +309,9 @@ def test_ctrl_c_ends_a_part_that_loops_where_it_is_imported(tmp_path: Path) -> N
         serving_it.wait(PATIENCE)
     pid = int(said.read_text())
     wait_until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie", "it has ended")
+
+
+def test_without_a_verb_it_shows_all_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["course"]) == 2
+    shown = capsys.readouterr().err
+    assert all(re.search(rf"^ +{verb}\b", shown, re.M) for verb in ("list", "start", "check", "serve", "grade"))

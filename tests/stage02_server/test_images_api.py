@@ -236,7 +236,7 @@ def test_a_limit_that_is_none_is_refused_at_start(given: dict[str, Any], serve: 
 
 @pytest.mark.parametrize("given", ["https://example.org", "example.org/", "example.org:443"])
 def test_a_domain_that_is_an_address_is_refused_at_start(given: str, serve: Callable[..., InProcessServer]) -> None:
-    with pytest.raises(ConfigError, match="^allowed_media_domains: .* is no host"):
+    with pytest.raises(ConfigError, match="^allowed_media_domains: .* is not a host name"):
         serve(allowed_media_domains=("example.net", given))
 
 

@@ -232,10 +232,12 @@ def test_a_prompt_loses_no_part_of_an_image(serve: Callable[..., InProcessServer
     """What is cut is cut from text."""
     server = serve()
     long = responses(input_image(1), "x" * 900, truncation="auto")
-    assert refusal(server, RESPONSES, long).startswith("truncation: the prompt would lose an image")
+    assert refusal(server, RESPONSES, long).startswith("truncation: it would cut off an image")
     assert server.post(RESPONSES, responses("x" * 900, input_image(1), truncation="auto")).status_code == 200
     image = image_part(1)
     chat = {"messages": [{"role": "user", "content": ["See", image, "this"]}], "max_tokens": 4}
     for keep in (4, len("this assistant:") + PLACES - 1):
-        assert "would lose an image" in refusal(server, "/v1/chat/completions", chat | {"truncate_prompt_tokens": keep})
+        assert "would cut off an image" in refusal(
+            server, "/v1/chat/completions", chat | {"truncate_prompt_tokens": keep}
+        )
     assert server.post("/v1/chat/completions", chat | {"truncate_prompt_tokens": 40}).status_code == 200

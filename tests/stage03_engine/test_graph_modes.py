@@ -75,13 +75,13 @@ def test_a_level_takes_what_it_can_have_and_a_mode_says_what_it_cannot() -> None
 
 
 CONFLICTS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
-    ("FULL_DECODE_ONLY", {}, {"attention_backend": "torch"}, "attention_backend torch: a decode step is recorded whole with triton alone"),
+    ("FULL_DECODE_ONLY", {}, {"attention_backend": "torch"}, "attention_backend torch: only triton records decode steps whole"),
     ("PIECEWISE", {"mode": 1}, {}, "mode 1: where torch.compile breaks its graphs"),
     ("PIECEWISE", {}, {"tensor_parallel_size": 2}, "several workers"),
     ("PIECEWISE", {}, {"trace_layers": True}, "trace_layers: a graph has no layers"),
     ("PIECEWISE", {}, {"runner": "pooling"}, "this model: it does not write text"),
     ("PIECEWISE", {"cudagraph_simulate": True}, {"device": "cpu", "batch_invariant": True}, "batch_invariant"),
-    ("FULL_DECODE_ONLY", {"cudagraph_simulate": True}, {"device": "cpu"}, "recorded whole with triton-interpret alone; PIECEWISE takes any"),
+    ("FULL_DECODE_ONLY", {"cudagraph_simulate": True}, {"device": "cpu"}, "only triton-interpret records decode steps whole; PIECEWISE works with any"),
     ("PIECEWISE", {"cudagraph_simulate": True}, {"device": "cpu", "attention_backend": "native"}, "attention_backend native: a simulation sees"),
     ("PIECEWISE", {"cudagraph_simulate": True}, {"device": "cpu", "linear_backend": "native"}, "linear_backend"),
     ("PIECEWISE", {"cudagraph_simulate": True}, {"device": "cpu", "quantization": "int8"}, "quantization"),

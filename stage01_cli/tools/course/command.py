@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,8 @@ class CourseSubcommand(CLISubcommand):
 
     def add_arguments(self, parser: FlexibleArgumentParser) -> None:
         """A subcommand per verb."""
-        verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+        self._print_help = parser.print_help
+        verbs = parser.add_subparsers(dest="verb", metavar="VERB")
         for name, (function, help) in (WITHOUT | WITH_NUMBER).items():
             verb = verbs.add_parser(name, help=help, description=help)
             if name in WITH_NUMBER:
@@ -118,6 +120,9 @@ class CourseSubcommand(CLISubcommand):
 
     def cmd(self, args: argparse.Namespace) -> int:
         """Do it. 1 if a check does not pass or a trace differs. Raises ConfigError for a file or folder that cannot be used."""
+        if args.verb is None:
+            self._print_help(sys.stderr)
+            return 2
         try:
             return self._do(args)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""The server's end of a process that may be killed at any time (vLLM decodes and renders in the API process)."""
+"""The server's side of a process that may be killed at any time (vLLM decodes and renders in the API process)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ChildProcess:
             yield process.stdin, process.stdout
 
     def kill(self) -> None:
-        """Who waits for its answer notices."""
+        """Whoever waits for its answer notices."""
         if (running := self.process) is not None:
             running.kill()
 

@@ -1,4 +1,4 @@
-"""A process that does what may go wrong: features need it who decode or render what strangers send."""
+"""A process for risky work: for features that decode or render what strangers send."""
 
 from __future__ import annotations
 

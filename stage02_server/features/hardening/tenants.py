@@ -36,7 +36,7 @@ class Tenants:
         self._owners: dict[str, int | None] = {}  # request -> its key
 
     def share_salts(self, secret: str) -> None:
-        """Servers that call this with one secret give each key the same salt, also if they know the keys in another order: what one has
+        """Servers that call this with the same secret give each key the same salt, in whatever order they know the keys: what one has
         cached for a key, all find for it."""
         if self._salts is not None:
             digests = [hmac.new(secret.encode(), key.encode(), hashlib.sha256) for key in self._keys]

@@ -20,7 +20,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 Job = tuple["Future[T]", Callable[[], T]]
 ADDRESS: ContextVar[str] = ContextVar("address", default="")
-"""Whence the request comes that is being served (of IPv6 the /64); empty for a Unix socket."""
+"""Where the request being served comes from (for IPv6, its /64); empty for a Unix socket."""
 
 
 def asker() -> int | str:

@@ -24,7 +24,7 @@ class HeldBytes:
 
     @contextmanager
     def during(self, size: int) -> Iterator[Callable[[int], None]]:
-        """They are held while the block runs, which may say that they have become another number. Both raise APIError 429 if there is no room
+        """They are held while the block runs, which may correct their number. Both raise APIError 429 if there is no room
         for so many."""
         asker, held = self._asker(), 0
 
@@ -48,7 +48,7 @@ class HeldBytes:
             self._hold(-held, asker)
 
     def until_gone(self, owner: object, size: int) -> None:
-        """They are held until nobody has `owner` any more."""
+        """They are held until `owner` is garbage-collected."""
         asker = self._asker()
         self._hold(size, asker)
         weakref.finalize(owner, self._hold, -size, asker)

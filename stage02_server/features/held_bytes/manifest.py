@@ -1,4 +1,4 @@
-"""Bytes that unfinished requests hold: features need it whose requests bring much more than text."""
+"""Bytes that unfinished requests hold: for features whose requests bring much more than text."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class MediaFetcher:
             except TimeoutError:
                 raise self._failed(f"it took longer than {self._seconds} seconds (--media-fetch-seconds)") from None
             except httpx.InvalidURL:  # no HTTPError; httpx knows more rules than urlsplit
-                raise refused("has an address that is no URL") from None
+                raise refused("has an address that is not a URL") from None
             except (httpx.HTTPError, OSError, ValueError):
                 raise self._failed("its server does not answer") from None
 
@@ -67,7 +67,7 @@ class MediaFetcher:
             found = urlsplit(url)
             host, _ = (found.hostname or "").lower().rstrip("."), found.port
         except ValueError:
-            raise refused("has an address that is no URL") from None
+            raise refused("has an address that is not a URL") from None
         if found.scheme not in ("http", "https"):
             raise refused("must be a data: URL, or an address that begins with http://, https:// or file:///")
         if not self._domains:

@@ -19,7 +19,7 @@ _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class LocalFiles:
-    """Reads below `folder`, as it is now: what a link in its own path leads to later is another one. None, or an empty text: nothing is read."""
+    """Reads below `folder`, resolved now: a link in the folder's own path may change later without effect. None or an empty text: reads nothing."""
 
     def __init__(self, folder: str | None, max_bytes: int) -> None:
         self._folder = os.fsencode(os.path.realpath(folder)) if folder else None
@@ -42,16 +42,16 @@ class LocalFiles:
         try:
             found = urlsplit(url)
         except ValueError:
-            raise refused("has an address that is no URL") from None
+            raise refused("has an address that is not a URL") from None
         try:
             path = unquote_to_bytes(found.path)
         except UnicodeEncodeError:  # half a character
-            raise refused("has an address that is no URL") from None
+            raise refused("has an address that is not a URL") from None
         if found.netloc not in ("", "localhost") or found.query or found.fragment or not path.startswith(b"/"):
-            raise refused("has an address that does not begin like file:///, or goes on behind the path")
+            raise refused("must be file:///PATH, with no host and nothing after the path")
         names = path.split(b"/")[1:]
         if b"\0" in path or not {b"", b".", b".."}.isdisjoint(names):
-            raise refused("has an address that is no plain path of a file")
+            raise refused("has an address that is not a plain path to a file")
         for above in self._names:
             if names[: len(above)] == above and len(names) > len(above):
                 return names[len(above) :]

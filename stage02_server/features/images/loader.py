@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ImageLoader:
-    """What comes with the request is decoded, what it names is read or fetched first. `decoder` is one that is there already."""
+    """Decodes the pictures that come with a request; those that it only names are read or fetched first. `decoder` shares an existing one."""
 
     def __init__(self, config: VllmConfig, decoder: ImageDecoder | None = None) -> None:
         self._media = media = config.multimodal_config

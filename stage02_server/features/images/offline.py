@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from stage03_engine.llm import LLM
 
 _decoders: WeakKeyDictionary[LLM, ImageDecoder] = WeakKeyDictionary()
-"""Kept for the next chats: each has a process once a file was decoded."""
+"""Kept for the next chats: each has a process once it has decoded a file."""
 
 
 class OfflineImages:
-    """Those of the chats of one call, without a server. A model of text alone has none: its chat refuses them where it makes the prompt."""
+    """The images of the chats of one call, without a server. A text-only model loads none: its chat refuses them when it makes the prompt."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm, shape = llm, llm.vllm_config.shape

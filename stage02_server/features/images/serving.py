@@ -72,7 +72,7 @@ class ServingChatWithImages(OpenAIServingChat):
             await run_until_disconnect(raw_request.receive, loading)
 
     def more_tokens(self, chat: ChatCompletionRequest) -> int:
-        """How many tokens more its prompt has in the engine, where each picture takes as many as it has vectors."""
+        """How many more tokens its prompt has in the engine, where each picture takes as many as it has vectors."""
         pictures = [part.picture for part in images_of(chat.messages)]
         return sum(places_of(pictures, self._shape)) - len(pictures)
 
@@ -92,7 +92,7 @@ class ServingChatWithImages(OpenAIServingChat):
         return answers
 
     async def _load(self, parts: list[ContentPart], client: str, req: str | None, hold: Callable[[int], None]) -> None:
-        """How large an image is to the model is known once it is decoded: from then on it counts as what it is."""
+        """Only decoding shows how large an image is to the model: from then on it counts at its real size."""
         size = len(parts) * self._least_bytes
         for number, part in enumerate(parts):
             started, url = time.monotonic(), part.url

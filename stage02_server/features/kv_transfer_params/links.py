@@ -41,7 +41,7 @@ def check_link(given: KVTransferParams, serving: OpenAIServing, requests: Engine
     assert given.remote_host is not None and given.remote_port is not None
     if not fetches or (given.remote_host.lower(), given.remote_port) not in peers:
         raise InvalidRequestError(
-            "This server fetches no KV-cache blocks from remote_host and remote_port: they are not among its --allowed-kv-transfer-peers.",
+            "This server may not fetch KV-cache blocks from remote_host and remote_port: name them in its --allowed-kv-transfer-peers.",
             FIELD,
         )
 

@@ -14,7 +14,7 @@ class KVTransferParamsFlags:
 
     allowed_kv_transfer_peers: tuple[str, ...] = option(
         (),
-        "prefill servers from which a request's kv_transfer_params may have KV-cache blocks fetched, as HOST:PORT of their kv_ip and kv_port; none if "
+        "prefill servers that a request's kv_transfer_params may name to fetch KV-cache blocks from, as HOST:PORT of their kv_ip and kv_port; none if "
         "not given. Needs --kv-transfer-config with P2pZmqConnector and the role kv_consumer or kv_both",
     )
 

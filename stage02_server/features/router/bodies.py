@@ -1,4 +1,4 @@
-"""What of a request goes to whom. A body is taken apart no further than its first level: what its fields hold passes byte for byte."""
+"""Which part of a request goes to which server. Only the first level of a body is read: what its fields hold passes byte for byte."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OF_THE_ANSWER = (
     "stream", "stream_options", "stream_interval", "max_completion_tokens", "best_of", "logprobs", "top_logprobs", "response_format", "structured_outputs",
     "guided_choice", "guided_grammar", "guided_json", "guided_regex", "echo", "stop", "request_id",
 )  # fmt: skip
-"""Fields that are of no use to a prefill server: they say how the answer is to be, and change nothing of the prompt."""
+"""Fields that a prefill server does not need: they shape the answer and do not change the prompt."""
 _NOTHING = {b"null", b"false", b"{}", b"[]", b'""'}
 _read = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _read_one = msgspec.json.Decoder(tuple[msgspec.Raw]).decode  # ends at a second item, however many there are
@@ -26,7 +26,7 @@ write = msgspec.json.encode
 
 
 class Body:
-    """A request for text. Raises APIError 400 for what is no JSON object, and for what the router itself says."""
+    """A request for text. Raises APIError 400 for anything but a JSON object, and for fields that only the router may set."""
 
     def __init__(self, data: bytes) -> None:
         try:
@@ -45,13 +45,13 @@ class Body:
 
     @property
     def is_stream(self) -> bool:
-        """Is the answer to come piece by piece?"""
+        """Does the client want a stream?"""
         return self._text("stream") == b"true"
 
     @property
     def pays(self) -> bool:
-        """Is it worth while, and possible, to have its prompt computed elsewhere? One prompt, of which nothing but keys and values is
-        needed, and no picture."""
+        """Is it possible, and worthwhile, to have its prompt computed elsewhere? It must be one prompt without pictures, of which only
+        keys and values are needed."""
         alone = (
             self._has("prompt_logprobs")
             or self._has("use_beam_search")
@@ -71,17 +71,17 @@ class Body:
         return True
 
     def for_prefill(self) -> bytes:
-        """The prompt, and one token."""
+        """The body for a prefill server: the prompt, and one token."""
         kept = {name: value for name, value in self._fields.items() if name not in _OF_THE_ANSWER}
         return write(kept | {"max_tokens": 1, "min_tokens": 0, "n": 1, FIELD: DO_REMOTE_DECODE})
 
     def for_answer(self, params: msgspec.Raw | None) -> bytes:
-        """All of it, and where its prompt's blocks are."""
+        """The body for a decode server: all of it, and where its prompt's blocks are."""
         return write(self._fields if params is None else self._fields | {FIELD: params})
 
 
 def params_in(answer: bytes) -> msgspec.Raw | None:
-    """What a prefill server says about the blocks; None if it keeps none, or says something else."""
+    """What a prefill server says about the blocks; None if it keeps none, or says nothing usable."""
     try:
         found: Any = _read(answer).get(FIELD)
     except MALFORMED:

@@ -12,7 +12,7 @@ from stage02_server.features.router.servers import Server, Servers
 
 
 class RouterMetrics:
-    """Of each server: what it answered, how much it has to do, and whether it is up."""
+    """Of each server: its answers by status, its requests in progress, and whether it is up."""
 
     def __init__(self, servers: Servers) -> None:
         self._registry = CollectorRegistry()
@@ -27,7 +27,7 @@ class RouterMetrics:
         self._answers.labels(server.role, server.url, status).inc()
 
     def text(self) -> bytes:
-        """All of it."""
+        """Everything, in Prometheus' text format."""
         return generate_latest(self._registry)
 
 

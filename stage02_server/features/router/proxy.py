@@ -31,13 +31,13 @@ from stage02_server.streaming import ClientGoneError, run_until_disconnect
 from stagetrace import trace
 
 PASSED_ON = ("authorization", "x-api-key", "tracestate", "user-agent")
-"""Headers of the client that a server gets; content type, request id and traceparent are made here."""
+"""Headers of the client that are passed on to a server; the router makes content type, request id and traceparent itself."""
 PASSED_BACK = (
     "content-type", "content-encoding", "retry-after", "www-authenticate", "cache-control", "x-accel-buffering", "x-request-id",
 )  # fmt: skip
 _CONTROLS = frozenset([*range(9), *range(10, 32), 127])  # bytes that no header may have
 MOST_BYTES = 1 << 24
-"""Of what a server says to the router itself: where blocks are, why it cannot, which models it has."""
+"""The most that the router reads for itself of a server's answer: where blocks are, why it cannot answer, which models it has."""
 MOST_DEATHS = 2  # of servers that had the request: then it is refused, as it may be what kills them
 GONE = (httpx.HTTPError, httpx.StreamError, OSError)
 
@@ -48,7 +48,7 @@ def passed_on(headers: Headers) -> list[tuple[bytes, bytes]]:
 
 
 class Ids(NamedTuple):
-    """How a request is called, here and at all servers."""
+    """The names of a request, here and at all servers."""
 
     request: str
     trace: str
@@ -56,7 +56,7 @@ class Ids(NamedTuple):
 
     @classmethod
     def of(cls, headers: Headers) -> Ids:
-        """Those that its client chose, or new ones."""
+        """The names that its client chose, or new ones."""
         given, parent = headers.get("x-request-id", ""), headers.get("traceparent", "").split("-")
         request = given if ACCEPTED_ID.fullmatch(given) else uuid.uuid4().hex
         is_known = len(parent) == 4 and len(parent[1]) == 32 and set(parent[1]) <= set("0123456789abcdef")
@@ -74,7 +74,7 @@ class Ids(NamedTuple):
 
 
 class Lost(Exception):
-    """A server cannot answer, and the client has nothing of an answer yet."""
+    """A server cannot answer, and the client has not seen any part of an answer yet."""
 
 
 @dataclass
@@ -91,13 +91,13 @@ class Journey:
     refused_by: set[Server] = field(default_factory=set)
 
     def check(self) -> None:
-        """Raises APIError if it may be what servers die of."""
+        """Raises APIError if this request may be what kills servers."""
         if self.deaths >= MOST_DEATHS:
-            raise unavailable(f"{self.deaths} servers ended while they had this request.")
+            raise unavailable(f"{self.deaths} servers died while they had this request; it is not tried again.")
 
 
 class Proxy:
-    """POST of what makes text. An ASGI application."""
+    """The routes that generate text, as an ASGI application."""
 
     def __init__(self, servers: Servers, metrics: RouterMetrics, most: int, prefill_seconds: float) -> None:
         self._servers, self._metrics, self._most = servers, metrics, most
@@ -252,7 +252,7 @@ class Proxy:
             )  # fmt: skip
 
     async def _is_lost(self, server: Server, journey: Journey, error: Exception) -> None:
-        """Is it gone, or was it only this connection?"""
+        """Is the server gone, or only this connection?"""
         self._count(server, journey, 0, False, reason(error))
         journey.deaths += not isinstance(error, httpx.ConnectError | httpx.TimeoutException | TimeoutError)
         await self._servers.look(server)

@@ -36,7 +36,7 @@ class Server:
 
 
 class Servers:
-    """All of them. It connects to no address but theirs: redirections and the environment's proxies are not followed."""
+    """All of them. It connects only to their addresses, and follows neither redirects nor proxies of the environment."""
 
     def __init__(self, prefill: Iterable[str], decode: Iterable[str], timeout: float) -> None:
         self.prefill, self.decode = (
@@ -56,12 +56,12 @@ class Servers:
         return [*self.prefill, *self.decode]
 
     def choose(self, role: str, but: Collection[Server] = ()) -> Server | None:
-        """The least busy server of this kind that is up, and of several the one that was asked least."""
+        """The least busy server of this kind that is up; of equally busy ones, the one that was asked least."""
         up = [server for server in getattr(self, role) if server.is_up and server not in but]
         return min(up, key=lambda server: (server.busy, server.served), default=None)
 
     def for_answer(self, but: Collection[Server] = ()) -> Server | None:
-        """Who gives the answer: a decode server, or where none is up a prefill server, which can do all of it."""
+        """Who answers: a decode server or, if none is up, a prefill server, which can do everything."""
         if any(server.is_up for server in self.decode):
             return self.choose("decode", but)
         return self.choose("prefill", but)
@@ -87,13 +87,13 @@ class Servers:
             logger.info("The %s server %s is ready.", server.role, server.url)
         else:
             logger.warning(
-                "The %s server %s cannot be used, and gets no requests until it can: %s.", server.role, server.url, why
+                "The %s server %s is not ready, and gets no requests until it is: %s.", server.role, server.url, why
             )
         if trace.on:
             trace.emit("router.server", role=server.role, url=server.url, is_up=is_up, message="" if is_up else why)
 
     async def watch(self, seconds: float) -> None:
-        """Look at all of them again and again; more often at what is not up, which may be loading its model."""
+        """Poll all of them; more often while one is not up, as it may be loading its model."""
         while True:
             await asyncio.sleep(seconds if all(server.is_up for server in self.all) else min(seconds, AGAIN_SECONDS))
             await asyncio.gather(*map(self.look, self.all))

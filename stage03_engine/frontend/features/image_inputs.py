@@ -55,7 +55,7 @@ def attach(request: EngineCoreRequest, pictures: Sequence[Picture], shape: Model
     lengths, offset, features = places_of(pictures, shape), 0, []
     if request.prompt_token_ids.count(shape.image_token) != sum(lengths):
         raise InvalidRequestError(
-            "truncate_prompt_tokens: the prompt would lose an image, or a part of it; leave it out, or shorten the text.",
+            "truncate_prompt_tokens: it would cut off an image, or a part of one; leave it out, or shorten the text.",
             "truncate_prompt_tokens",
         )
     for picture, length in zip(pictures, lengths, strict=True):

@@ -23,8 +23,8 @@ class CascadeAttention:
 
     disable_cascade_attn: bool = option(
         False,
-        "Triton kernels read each request's cache by itself (without it: what many requests of a step share at their beginning is read once for "
-        "all of them, where that pays)",
+        "read each request's KV cache by itself in the Triton kernels (otherwise they read a prefix that many requests of a step share only once, where "
+        "that pays)",
     )
 
 

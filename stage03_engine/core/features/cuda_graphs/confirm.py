@@ -106,8 +106,10 @@ def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="confirm", description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--model", default="gpt2-tiny", help="a model, as `serve` takes it (default: %(default)s)")
     parser.add_argument("--load-format", default="auto", help="dummy: random weights, without a download")
-    parser.add_argument("--dtype", default="bfloat16", help="of the times (default: %(default)s)")
-    parser.add_argument("--simulate", action="store_true", help="on a CPU, to try the command")
+    parser.add_argument("--dtype", default="bfloat16", help="number format for the times (default: %(default)s)")
+    parser.add_argument(
+        "--simulate", action="store_true", help="record on a CPU under the same rules, to try the command (minutes)"
+    )
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args(words)
     if args.one:
@@ -117,7 +119,7 @@ def main(words: list[str] | None = None) -> int:
         import torch
 
         if not torch.cuda.is_available():
-            print("no GPU here: nothing can be confirmed; --simulate tries the command on a CPU", file=sys.stderr)
+            print("there is no GPU here to measure; --simulate tries the command on a CPU", file=sys.stderr)
             return 2
     common = {"model": args.model, "load_format": args.load_format, "simulate": args.simulate}
     rows, first, same = [], None, True

@@ -64,7 +64,7 @@ class CudaGraphFlags:
             (simulate and getattr(model, "quantization", None) is not None, "quantization", "a simulation does not see its products"),
             (simulate and getattr(asked, "mode", 0) and getattr(asked, "backend", "") == "inductor", "backend inductor", "a simulation does not see its loops; take eager or aot_eager"),
             (simulate and getattr(model, "enable_sleep_mode", False), "enable_sleep_mode", "a recorded step would go on reading memory that was given back"),
-            (whole and backend not in kernels, f"attention_backend {backend}", f"a decode step is recorded whole with {kernels[0]} alone; PIECEWISE takes any"),
+            (whole and backend not in kernels, f"attention_backend {backend}", f"only {kernels[0]} records decode steps whole; PIECEWISE works with any"),
             (mode != FULL_DECODE_ONLY and getattr(asked, "mode", 0) == 1, "mode 1", "where torch.compile breaks its graphs, nothing can be cut; take mode 0 or 3"),
             (mode != FULL_DECODE_ONLY and several, "several workers", "what they send each other is not in a piece"),
             (getattr(config.observability_config, "trace_layers", False), "trace_layers", "a graph has no layers"),

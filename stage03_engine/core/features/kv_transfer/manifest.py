@@ -36,7 +36,7 @@ class KVTransferConfig:
     )
     kv_offloading_size: float | None = option(
         None,
-        "GiB of CPU memory, in all workers together, for copies of full KV-cache blocks, which are found there when the prefix cache has lost them",
+        "GiB of CPU memory, for all workers together, that holds copies of full KV-cache blocks for when the prefix cache has lost them",
     )
     kv_offloading_backend: str = option("native", "what keeps them: memory of the engine's own", ("native",))
     scheduler_side: str | None = internal(None)  # module:Class

@@ -18,7 +18,7 @@ class Prefault:
 
     prefault_kv_cache: bool = option(
         True,
-        "on a CPU: while a core is idle, have the system find the memory of the KV-cache blocks that the next step may take; otherwise a prompt waits for it",
+        "on a CPU: while a core is idle, touch the memory of the KV-cache blocks that the next step may take, so that no prompt waits until the system finds it",
     )
 
 
@@ -37,7 +37,7 @@ class PrefaultFlags:
 
 FEATURE = Feature(
     name="prefault",
-    help="memory of the KV cache that is there before a request needs it",
+    help="memory for the KV cache, before a request needs it",
     room=__package__,
     settings={"DeviceConfig": Prefault, "VllmConfig": PrefaultFlags},
     events=("kv_cache.prefault",),

@@ -1,4 +1,4 @@
-"""`--disaggregate P:D`: prompts are computed by some engines, and tokens by others (vLLM: disaggregated prefilling)."""
+"""`--disaggregate P:D`: some engines compute prompts, others go on with them (vLLM: disaggregated prefilling)."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class DisaggregationConfig:
     )
     max_local_prefill_length: int = option(
         32,
-        "with --disaggregate: a prompt of which no more tokens than these are missing in a decode engine's prefix cache is computed there; 0 sends every "
+        "with --disaggregate: a decode engine computes a prompt itself if its prefix cache lacks at most this many of the prompt's tokens; 0 sends every "
         "prompt of a block or more to a prefill engine first",
         at_least=0,
     )
@@ -113,14 +113,14 @@ def sizes_of(text: str) -> tuple[int, int]:
     num_prefill, num_decode = map(int, words) if are_numbers else (0, 0)
     if not num_prefill or not num_decode or num_prefill + num_decode > _MOST:
         raise ConfigError(
-            f"disaggregate must be P:D, such as 1:1: engines that compute prompts and engines that go on with them, {_MOST} together at most; not {text[:50]!r}"
+            f"disaggregate must be P:D, such as 1:1 (P engines that compute prompts, D that go on with them, 1 of each at least, {_MOST} in all at most), not {text[:50]!r}"
         )
     return num_prefill, num_decode
 
 
 FEATURE = Feature(
     name="disaggregation",
-    help="prompts are computed by some engines, and tokens by others; KV-cache blocks travel between them",
+    help="some engines compute prompts, others go on with them; KV-cache blocks travel between them",
     room=__package__,
     settings={"VllmConfig": DisaggregationFlags},
     needs=("p2p_connector", "data_parallel", "nodes"),
