@@ -107,7 +107,6 @@ REASONS: dict[str, set[str]] = {
         "stage01_cli/tools/lab/static_site.py _run subprocess.run",
         "stage01_cli/tools/lab/static_site.py _write_sources subprocess.run",
         "stage01_cli/tools/own_server.py stream answer.read",
-        "stage03_engine/core/features/cuda_graphs/confirm.py child subprocess.run",
         "stage04_kernels/lab/compile.py _read_ptx subprocess.run",
     },
     NO_PROCESS: {
