@@ -364,8 +364,9 @@ def test_without_decode_servers_a_prefill_server_does_all(fleet: Fleet, expected
 
 
 def test_without_any_server_it_says_so_and_ends_in_peace(fleet: Fleet) -> None:
-    fleet.prefill[0].process.kill()
-    fleet.prefill[0].wait()
+    for server in fleet.living:
+        server.process.kill()
+        server.wait()
     answer = fleet.post({"prompt": "a"})
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
     health = httpx.get(f"{fleet.url}/health")

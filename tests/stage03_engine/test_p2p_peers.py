@@ -45,6 +45,8 @@ def consumer(model: str) -> Iterator[EngineCore]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STAGES_NODE_SECRET", SECRET)
         core = core_of(model, "kv_consumer", extra={"max_read_seconds": 0.2})
+    with producer(SECRET, ANSWERS["an end"]) as port:
+        run(core, LONG, port)  # the first link of all opens what links share, and keeps it
     yield core
     core.shutdown()
 
