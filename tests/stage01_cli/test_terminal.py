@@ -69,6 +69,7 @@ HELP_ALONE = {
     ("course", "grade"): "prints as check, after judges in sandboxes",
     ("course", "leaderboard"): "prints as check, after servers have served",
     ("lab",): "prints a line, and serves until Ctrl-C",
+    ("router",): "prints a line, and serves until Ctrl-C",
     ("book",): "prints what sphinx says",
 }
 """A command of which only the help is tried -> why."""

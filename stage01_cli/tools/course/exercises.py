@@ -189,9 +189,9 @@ def find(what: str | int) -> Exercise:
 
 
 def in_project(path: Path) -> str:
-    """A path as a reader at the project's root writes it."""
+    """A path as a reader at the project's root writes it; whole for a reader who is elsewhere."""
     path = path.resolve()
-    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) and Path.cwd().is_relative_to(ROOT) else str(path)
 
 
 def next_line(verb: str, exercise: Exercise, work: Path) -> str:

@@ -104,6 +104,7 @@ class RouterSubcommand(CLISubcommand):
 
     def add_arguments(self, parser: FlexibleArgumentParser) -> None:
         """Its own flags, and those that bound what a client can do."""
+        parser.usage = "%(prog)s --prefill URL [URL ...] --decode URL [URL ...] [FLAGS]"
         add_flags(parser, RouterFlags)
         add_flags(parser, RouterLimits)
 
