@@ -18,8 +18,8 @@ INSTALL := PIP_NO_COMPILE=1 $(BIN)/python -m pip install --quiet --disable-pip-v
 serve: $(SERVE)  ## serve MODEL on HOST:PORT; ARGS are further flags of `serve`
 	exec $(BIN)/python -m stage02_server serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
-test: $(DEV)  ## all tests, in one process more than there are cores, five at most; ARGS goes to pytest, e.g. "-n 0 --pdb tests/trace"
-	$(BIN)/python -m pytest -n logical --maxprocesses 5 --dist loadfile --no-loadscope-reorder $(ARGS)
+test: $(DEV)  ## all tests, in a process per core and four at most; ARGS goes to pytest, e.g. "-n 0 --pdb tests/trace"
+	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 venv: $(DEV)  ## the virtual environment for tests and tools; `make notebooks` adds JupyterLab
 

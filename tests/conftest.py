@@ -25,7 +25,7 @@ from stagetrace import trace
 # Triton kernels are interpreted: they run on any machine, and slowly.
 os.environ["TRITON_INTERPRET"] = "1"
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="0")
-# There is a test process per core and one more, and what it computes is too small to share.
+# There is a test process per core, and what it computes is too small to share.
 os.environ["OMP_NUM_THREADS"] = "1"
 # Libraries are installed without byte code. Unless somebody writes it, each of some hundred processes compiles torch again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -54,12 +54,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 at_first: dict[str, str] = {}
-
-
-@pytest.hookimpl(wrapper=True, optionalhook=True)
-def pytest_xdist_auto_num_workers() -> Iterator[None]:
-    """One process of tests more than there are cores: a test waits for processes, sockets and pages for a quarter of its time."""
-    return (yield) + 1
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

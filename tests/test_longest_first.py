@@ -1,4 +1,4 @@
-"""Processes of tests begin with the files that take longest, and there is one more of them than there are cores."""
+"""Processes of tests begin with the files that take longest."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ longest_first._places["test_longest_first.py"] = -1
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_xdist_auto_num_workers():
-    return 0  # as if there were no core: the one that comes to them is alone
+    return 1
 """
 
 

@@ -28,6 +28,7 @@ import stage04_kernels.__main__
 import stage04_kernels.lab.commands
 import stagetrace.__main__
 from stage01_cli.main import COMMANDS as SUBCOMMANDS, make_parser
+from stage03_engine.core.features.cuda_graphs import confirm
 from stagetrace import trace
 
 ROOT = Path(__file__).parent.parent
@@ -226,6 +227,7 @@ def test_every_flag_that_a_readme_names_exists() -> None:
         stage03_engine.llm.command.make_parser(),
         stage04_kernels.lab.commands.make_parser(),
         race.make_parser(),
+        confirm.make_parser(),
     ]
     known = set().union(*map(flags_of, parsers), NO_FLAGS_OF_OURS)
     # which a README may show with its reason

@@ -49,7 +49,8 @@ def rope_cos_sin(positions: Tensor, frequencies: Tensor) -> Rotation:
     positions   [num_tokens] int64, or [num_tokens, head_dim / 2] if each pair of a token has its own
     frequencies [head_dim / 2] float32
     """
-    angles = positions.float().view(len(positions), 1, -1) * frequencies
+    each = positions[:, None] if positions.dim() == 2 else positions[:, None, None]
+    angles = each.float() * frequencies
     return Rotation(angles.cos(), angles.sin())
 
 

@@ -230,7 +230,7 @@ def test_videos_are_refused_in_one_line(part: dict[str, Any], serve: Callable[..
 
 def test_a_place_that_a_client_writes_itself(serve: Callable[..., InProcessServer]) -> None:
     message = refusal(serve(), "See <|image_pad|> and ", image_part(1))
-    assert "The prompt has 2 of" in message and "and 1 images come with it" in message
+    assert "for each image: it has 2, and the request brings 1" in message
 
 
 def test_a_photograph_that_is_turned_has_its_turned_size(serve: Callable[..., InProcessServer]) -> None:

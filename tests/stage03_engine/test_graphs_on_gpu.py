@@ -37,7 +37,7 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     from stage03_engine.core.features.cuda_graphs import confirm
 
     assert confirm.main([]) == 2
-    assert capsys.readouterr().err.startswith("no GPU here")
+    assert capsys.readouterr().err.startswith("there is no GPU here")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -124,9 +124,18 @@ def lost(tmp_path: Path) -> Image.Image:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "too few places": (seeing("no place", picture(1)), "The prompt has 0 of <image>, .* and 1 images come with it"),
-    "too many places": (seeing("<image> <image>", picture(1)), "The prompt has 2 of <image>"),
-    "no pictures for places": ({"prompt": "<image>", "multi_modal_data": {}}, "The prompt has 1 of <image>"),
+    "too few places": (
+        seeing("no place", picture(1)),
+        "one <image> for each image: it has 0, and the request brings 1",
+    ),
+    "too many places": (
+        seeing("<image> <image>", picture(1)),
+        "one <image> for each image: it has 2, and the request brings 1",
+    ),
+    "no pictures for places": (
+        {"prompt": "<image>", "multi_modal_data": {}},
+        "one <image> for each image: it has 1, and the request brings 0",
+    ),
     "a path": (seeing("<image>", "a.png"), "a picture is a PIL.Image.Image, not str"),
     "bytes": (seeing("<image>", b"abc"), "not bytes"),
     "None": (seeing("<image>", None), "not NoneType"),

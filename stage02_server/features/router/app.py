@@ -87,6 +87,15 @@ def build_app(servers: Servers, flags: RouterFlags, limits: HardeningFlags) -> S
             404, f"The router answers at {', '.join(each.path for each in routes)}; ask a server itself for all else."
         )
 
+    app = Starlette(routes=routes, middleware=[Middleware(StateLayer), *layers_of(limits)])
+    app.router.default = say_what_there_is
+    add_exception_handlers(app)  # type: ignore[arg-type]
+    app.middleware_stack = app.build_middleware_stack()  # now, because a user's layer may fail
+    return app
+
+
+def layers_of(limits: HardeningFlags) -> list[Middleware]:
+    """Those of a server that need no engine and are switched on, the outermost first."""
     layers = [
         part
         for place in LAYERS
@@ -94,11 +103,7 @@ def build_app(servers: Servers, flags: RouterFlags, limits: HardeningFlags) -> S
         if part.feature == "hardening" and part.is_on(limits)
     ]
     kinds: list[Any] = [part.load() for part in layers if not part.module.endswith(_COUNTS_ANSWERS)]
-    app = Starlette(routes=routes, middleware=[Middleware(StateLayer), *(Middleware(kind, limits) for kind in kinds)])
-    app.router.default = say_what_there_is
-    add_exception_handlers(app)  # type: ignore[arg-type]
-    app.middleware_stack = app.build_middleware_stack()  # now, because a user's layer may fail
-    return app
+    return [Middleware(kind, limits) for kind in kinds]
 
 
 class _Server(uvicorn.Server):

@@ -101,8 +101,8 @@ def child(asked: dict[str, Any]) -> dict[str, Any]:
     return {"error": (done.stderr.strip().splitlines() or ["it ended without a word"])[-1]}
 
 
-def main(words: list[str] | None = None) -> int:
-    """0 if every mode answered with the same tokens in float32, else 1; 2 without a GPU."""
+def make_parser() -> argparse.ArgumentParser:
+    """Of this command."""
     parser = argparse.ArgumentParser(prog="confirm", description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--model", default="gpt2-tiny", help="a model, as `serve` takes it (default: %(default)s)")
     parser.add_argument("--load-format", default="auto", help="dummy: random weights, without a download")
@@ -111,7 +111,12 @@ def main(words: list[str] | None = None) -> int:
         "--simulate", action="store_true", help="record on a CPU under the same rules, to try the command (minutes)"
     )
     parser.add_argument("--one", help=argparse.SUPPRESS)
-    args = parser.parse_args(words)
+    return parser
+
+
+def main(words: list[str] | None = None) -> int:
+    """0 if every mode answered with the same tokens in float32, else 1; 2 without a GPU."""
+    args = make_parser().parse_args(words)
     if args.one:
         print(json.dumps(measure(json.loads(args.one))))
         return 0
