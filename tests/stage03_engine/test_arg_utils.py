@@ -165,7 +165,8 @@ def test_settings_at_the_edge_are_accepted(settings: dict[str, Any]) -> None:
 def test_what_is_accepted_can_make_progress(seqs: int, budget: int, length: int, chunked: bool) -> None:
     """Independent statement of the rules: each running request gets a token per step, each prompt fits at some time."""
     settings = {"max_num_seqs": seqs, "max_num_batched_tokens": budget, "max_model_len": length}
-    possible = 1 <= seqs <= budget and 1 <= length <= 1024 and (chunked or budget >= length)
+    longest = 1024 if length == -1 else length  # -1: as long as the model's context, and the memory, allow
+    possible = 1 <= seqs <= budget and 1 <= longest <= 1024 and (chunked or budget >= longest)
     try:
         EngineArgs.from_kwargs(**DUMMY, **settings, enable_chunked_prefill=chunked)
         accepted = True
