@@ -20,6 +20,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,8 @@ BOUNDED = (
 SET_THREADS = ("stage03_engine.core", "stage03_engine.core.features.distributed.worker_process")
 """Modules that tell torch how many threads compute, and so need not have been started with OMP_NUM_THREADS."""
 MAX_MESSAGE = 1 << 20
+TICK = 1 / os.sysconf("SC_CLK_TCK")
+"""Seconds between two times at which the system can say that a process was started."""
 AS_A_USER = {
     "test_serve.py": "memory and loaded libraries of the API process, signals at its start, the commands of the README",
     "test_server_process.py": "memory of the API process, and signals to it",
@@ -85,9 +88,37 @@ class ForkServer:
             return None
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
         with self.lock, adopting():
+            before, began = own_children(), time.clock_gettime(time.CLOCK_BOOTTIME)
             self.link.sendmsg([message], rights)
             answer = self.link.recv(64)
+            strangers = [each for each in own_children() - before if (born := born_at(each)) and born < began - TICK]
+        for each in strangers:
+            threading.Thread(target=reap, args=(each,), daemon=True).start()
         return int(answer) or None if answer else None
+
+
+def own_children() -> set[int]:
+    """The children of this process, by `/proc`: in a server `psutil` would be loaded before its time."""
+    found: set[int] = set()
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # the thread has ended
+            found |= {int(pid) for pid in (thread / "children").read_text().split()}
+    return found
+
+
+def born_at(pid: int) -> float:
+    """When a process was started, in seconds since the system was; 0 if it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return int(fields[19]) * TICK  # starttime of proc(5), which counts from 1
+
+
+def reap(pid: int) -> None:
+    """Wait for an orphan that came to this process while it waited for another: one whose parent ended in that moment."""
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, 0)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -313,3 +314,40 @@ def test_a_server_and_its_engine_are_forked_and_nothing_is_left() -> None:
         assert server.process.stdout is not None and " torch " not in server.process.stdout.read()
     finally:
         server.close()
+
+
+PARENT = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"])
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+def test_an_orphan_that_comes_while_a_process_is_forked_is_reaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a moment this process adopts orphans. One whose parent ends then is nobody's `Popen`, and would stay as a zombie."""
+    pipe = subprocess.PIPE
+    with fork_start.plainly():
+        parent = subprocess.Popen([sys.executable, "-c", PARENT], stdin=pipe, stdout=pipe, text=True)
+    assert parent.stdin is not None and parent.stdout is not None
+    orphan = int(parent.stdout.readline())
+    born, age = fork_start.born_at(orphan), 2 * fork_start.TICK
+    wait_until(lambda: time.clock_gettime(time.CLOCK_BOOTTIME) > born + age, "older than what is forked from now on")
+    way = fork_start.server()
+    assert way is not None
+
+    class Link:
+        sendmsg = way.link.sendmsg
+
+        def recv(self, size: int) -> bytes:
+            parent.kill()
+            parent.wait()
+            return link.recv(size)
+
+    link = way.link
+    monkeypatch.setattr(way, "link", Link())
+    both(lambda: None if fork_start._blocks else subprocess.run([sys.executable, "-c", ""], check=True))
+    assert psutil.Process(orphan).ppid() == os.getpid(), "it never came here, and so this shows nothing"
+    parent.stdin.close()
+    parent.stdout.close()
+    wait_until(lambda: not psutil.pid_exists(orphan), "the orphan stays")
