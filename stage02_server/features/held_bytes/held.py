@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from stage02_server.errors import RETRY_AFTER_SECONDS, APIError
 from stage02_server.middleware import TENANT
@@ -22,44 +21,57 @@ class HeldBytes:
         self._asker: Callable[[], int | str | None] = find("server", "asker") or TENANT.get
         self._of_askers: Counter[int | str | None] = Counter()
 
-    @contextmanager
-    def during(self, size: int) -> Iterator[Callable[[int], None]]:
-        """They are held while the block runs, which may correct their number. Both raise APIError 429 if there is no room
-        for so many."""
-        asker, held = self._asker(), 0
+    def hold(self, size: int) -> Hold:
+        """So many more, for the key or address of the request that is being handled. Raises APIError 429 if there is no room for them."""
+        hold = Hold(self, self._asker())
+        hold.become(size)
+        return hold
 
-        def become(size: int) -> None:
-            nonlocal held
-            self._hold(-held, asker)
-            held = 0
-            if size > self._room(asker):
-                message = (
-                    f"Unfinished requests hold {self.number} bytes of {self._what}, and with this one it would be more than "
-                    f"{self._most} ({self._flag}), or than half of them for one API key or address; try again later."
-                )
-                raise APIError(429, "RateLimitError", message, headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
-            self._hold(size, asker)
-            held = size
-
-        become(size)
-        try:
-            yield become
-        finally:
-            self._hold(-held, asker)
-
-    def until_gone(self, owner: object, size: int) -> None:
-        """They are held until `owner` is garbage-collected."""
-        asker = self._asker()
-        self._hold(size, asker)
-        weakref.finalize(owner, self._hold, -size, asker)
+    def change(self, asker: int | str | None, held: int, size: int) -> None:
+        """An asker holds `size` bytes in place of `held`. Where there is no room it holds none, and APIError 429 is raised."""
+        self._count(-held, asker)
+        if size and size > self._room(asker):
+            message = (
+                f"Unfinished requests hold {self.number} bytes of {self._what}, and with this one it would be more than "
+                f"{self._most} ({self._flag}), or than half of them for one API key or address; try again later."
+            )
+            raise APIError(429, "RateLimitError", message, headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
+        self._count(size, asker)
 
     def _room(self, asker: int | str | None) -> int:
         """How many more a key or address may hold. A Unix socket has no address: whoever is behind it may be anybody."""
         left, held = self._most - self.number, self._of_askers[asker]
         return min(left, self._most // 2 - held) if held and asker not in (None, "") else left
 
-    def _hold(self, size: int, asker: int | str | None) -> None:
+    def _count(self, size: int, asker: int | str | None) -> None:
         self.number += size
         self._of_askers[asker] += size
         if not self._of_askers[asker]:
             del self._of_askers[asker]
+
+
+class Hold:
+    """What one request holds: a `with` block, after which it is given back, unless it has been passed on."""
+
+    def __init__(self, held: HeldBytes, asker: int | str | None) -> None:
+        self._held, self._asker, self._size = held, asker, 0
+        self._finalizer: weakref.finalize | None = None
+
+    def become(self, size: int) -> None:
+        """It is so large from now on. Raises APIError 429 if there is no room for so many, and then holds nothing."""
+        before, self._size = self._size, 0
+        self._held.change(self._asker, before, size)
+        self._size = size
+
+    def pass_on(self, owner: object) -> None:
+        """It is held until `owner` is garbage-collected, instead of the block or the owner before."""
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        self._finalizer = weakref.finalize(owner, self.become, 0)
+
+    def __enter__(self) -> Hold:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._finalizer is None:
+            self.become(0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import BaseModel, Field, PrivateAttr
 
 from stage02_server.protocol_types import ContentKind, Text
@@ -26,6 +28,7 @@ class ImagePart(ContentKind):
     image_url: ImageURL | Text | None = Field(default=None, description="The image of a part of type image_url.")
     _picture: Picture | None = PrivateAttr(default=None)
     _placeholder: str = PrivateAttr(default="")
+    _hold: Any = PrivateAttr(default=None)
 
     @property
     def url(self) -> str | None:
@@ -43,9 +46,14 @@ class ImagePart(ContentKind):
         """Is it there?"""
         return self._picture is not None
 
-    def loaded(self, picture: Picture, placeholder: str) -> None:
+    @property
+    def hold(self) -> Any:
+        """What a server counts for all pictures of the chat (`Hold`); None without a server."""
+        return self._hold
+
+    def loaded(self, picture: Picture, placeholder: str, hold: Any = None) -> None:
         """It is there; `placeholder` stands for it in the prompt."""
-        self._picture, self._placeholder = picture, placeholder
+        self._picture, self._placeholder, self._hold = picture, placeholder, hold
 
     def as_text(self) -> str | None:
         """Raises InvalidRequestError where nobody has loaded it."""

@@ -4,7 +4,6 @@ the engine's request after that."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ import msgspec
 from fastapi import FastAPI
 from starlette.requests import Request
 
-from stage02_server.features.held_bytes.held import HeldBytes
+from stage02_server.features.held_bytes.held import HeldBytes, Hold
 from stage02_server.features.images.parts import images_of
 from stage02_server.middleware import TENANT
 from stage02_server.protocol import ChatCompletionRequest, ContentPart
@@ -67,9 +66,9 @@ class ServingChatWithImages(OpenAIServingChat):
         address, key = raw_request.client.host if raw_request.client else "", TENANT.get()
         client, ids = address if key is None else f"key {key}", getattr(raw_request.state, "ids", None)
         req = None if ids is None else ids.engine_id(0)  # what only counts tokens has none
-        with self._held.during(copies * len(parts) * self._least_bytes) as become:
-            loading = self._load(parts, client, req, lambda size: become(copies * size))
-            await run_until_disconnect(raw_request.receive, loading)
+        with self._held.hold(copies * len(parts) * self._least_bytes) as hold:
+            await run_until_disconnect(raw_request.receive, self._load(parts, client, req, hold, copies))
+            hold.pass_on(chat)
 
     def more_tokens(self, chat: ChatCompletionRequest) -> int:
         """How many more tokens its prompt has in the engine, where each picture takes as many as it has vectors."""
@@ -91,7 +90,7 @@ class ServingChatWithImages(OpenAIServingChat):
             )
         return answers
 
-    async def _load(self, parts: list[ContentPart], client: str, req: str | None, hold: Callable[[int], None]) -> None:
+    async def _load(self, parts: list[ContentPart], client: str, req: str | None, hold: Hold, copies: int) -> None:
         """Only decoding shows how large an image is to the model: from then on it counts at its real size."""
         size = len(parts) * self._least_bytes
         for number, part in enumerate(parts):
@@ -99,8 +98,8 @@ class ServingChatWithImages(OpenAIServingChat):
             assert url is not None
             picture, fetched = await self._loader.load(url, client)
             size += len(picture.data) - self._least_bytes
-            hold(size)
-            part.loaded(picture, self._placeholder)
+            hold.become(copies * size)
+            part.loaded(picture, self._placeholder, hold)
             if trace.on:
                 trace.emit(
                     "image.loaded", req=req, image=number, bytes=len(picture.data), width=picture.file_width, height=picture.file_height,
@@ -112,12 +111,11 @@ class ServingChatWithImages(OpenAIServingChat):
     ) -> EngineRequests:
         """As without pictures; the prompt has places for them, and the engine's request holds them. `chat` is what the request of
         another API has become."""
-        chat = more.pop("chat", request)
-        pictures = [part.picture for part in images_of(chat.messages)]
+        parts = images_of(more.pop("chat", request).messages)
+        pictures = [part.picture for part in parts]
         if pictures:
             params = msgspec.structs.replace(params, image_places=places_of(pictures, self._shape))
         requests = await super().tokenize(request, prompts, params, *rest, **more)
         for each in requests.engine_requests if pictures else ():
-            inputs = attach(each, pictures, self._shape)
-            self._held.until_gone(inputs, sum(len(picture.data) for picture in pictures) * params.num_answers)
+            parts[0].hold.pass_on(attach(each, pictures, self._shape))
         return requests

@@ -31,8 +31,8 @@ class CountingCompletion(OpenAIServingCompletion):
         size = request.embeds_bytes * answers
         if not size:
             return await super().create_completion(request, raw_request)
-        with self.held.during(size):
+        with self.held.hold(size) as hold:
             result = await super().create_completion(request, raw_request)
             if not isinstance(result, BaseModel):  # a stream has only begun
-                self.held.until_gone(result, size)
+                hold.pass_on(result)
         return result
