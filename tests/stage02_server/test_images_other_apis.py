@@ -241,3 +241,20 @@ def test_a_prompt_loses_no_part_of_an_image(serve: Callable[..., InProcessServer
             server, "/v1/chat/completions", chat | {"truncate_prompt_tokens": keep}
         )
     assert server.post("/v1/chat/completions", chat | {"truncate_prompt_tokens": 40}).status_code == 200
+
+
+@pytest.mark.parametrize("path", WAYS)
+@pytest.mark.parametrize("text", ["<image>", "x" * 600], ids=["a place of its own", "too long"])
+def test_what_is_refused_after_its_picture_was_loaded_holds_nothing(
+    path: str, text: str, serve: Callable[..., InProcessServer]
+) -> None:
+    """Its prompt is: it has one place too many, or is too long. There is room for one picture."""
+    server = serve(max_held_image_bytes=SIDE * SIDE * 3)
+    made, part, _ = WAYS[path]
+    if path == COUNT:  # which refuses neither, and holds it no longer than that
+        for number in range(4):
+            assert server.post(path, made(text, part(number))).status_code == 200
+    else:
+        for number in range(4):
+            refusal(server, path, made(text, part(number)))
+    assert server.post(RESPONSES, responses(input_image(9))).status_code == 200
