@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from stage03_engine.multimodal.shape_fields import VisionShape
+from stage03_engine.multimodal.shape_fields import Qwen2VisionShape, VisionShape
 
 
 def quick_gelu(x: Tensor) -> Tensor:
@@ -60,9 +60,9 @@ class CLIPAttention(nn.Module):
 
 
 class CLIPMLP(nn.Module):
-    """Wide, and narrow again."""
+    """Wide, and narrow again. Qwen2-VL's tower has the same."""
 
-    def __init__(self, vision: VisionShape) -> None:
+    def __init__(self, vision: VisionShape | Qwen2VisionShape) -> None:
         super().__init__()
         self.fc1 = nn.Linear(vision.hidden_size, vision.intermediate_size)
         self.fc2 = nn.Linear(vision.intermediate_size, vision.hidden_size)

@@ -6,18 +6,15 @@ token embeddings would: to the layers a picture is some hundred more tokens. The
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from torch import Tensor, nn
 
 from stage03_engine.core.features.llama.llama import LlamaForCausalLM
 from stage03_engine.core.features.multimodal.clip import ACTIVATIONS, CLIPVisionTransformer
 from stage03_engine.core.features.multimodal.pixels import normalised
-from stage03_engine.core.models.layers import LanguageModel, assign_weights
+from stage03_engine.core.features.multimodal.seeing import SupportsMultiModal
 from stage03_engine.model_shape import ModelShape
 from stage03_engine.multimodal.shape_fields import VisionShape
 from stage03_engine.params.multimodal import MultiModalFeature
-from stage04_kernels.attention import AttentionMetadata
 
 _LAYERS = "vision_tower.encoder.layers."
 
@@ -35,8 +32,8 @@ class LlavaMultiModalProjector(nn.Module):
         return self.linear_2(self.activation(self.linear_1(x)))
 
 
-class LlavaForConditionalGeneration(LanguageModel):
-    """What reads is the language model; `encode` is called for each picture, before."""
+class LlavaForConditionalGeneration(SupportsMultiModal):
+    """The tower, two matrices, and a Llama."""
 
     def __init__(self, shape: ModelShape, backend: str = "torch") -> None:
         super().__init__()
@@ -46,27 +43,12 @@ class LlavaForConditionalGeneration(LanguageModel):
         self.vision_tower = CLIPVisionTransformer(self.vision)
         self.multi_modal_projector = LlavaMultiModalProjector(self.vision, shape.hidden_size)
 
-    def forward(
-        self, input_ids: Tensor, positions: Tensor, kv_caches: list[Tensor], metadata: AttentionMetadata
-    ) -> Tensor:
-        """As the language model's."""
-        hidden: Tensor = self.language_model(input_ids, positions, kv_caches, metadata)
-        return hidden
-
-    def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        """As the language model's."""
-        return self.language_model.compute_logits(hidden_states)
-
     def encode(self, picture: MultiModalFeature) -> Tensor:
-        """A picture -> [num_image_tokens, hidden_size]. One at a time: so it does not depend on what else is encoded (vLLM: embed_multimodal)."""
+        """A picture -> [num_image_tokens, hidden_size]."""
         pixels = normalised(picture, self.vision.processor.values, self.multi_modal_projector.linear_1.weight)
         seen = self.vision_tower(pixels[None])[0]
         vectors: Tensor = self.multi_modal_projector(seen if self.vision.keeps_class_token else seen[1:])
         return vectors
-
-    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Raises ConfigError for a checkpoint that does not fit."""
-        assign_weights(self, tensors, self._parameter_name)
 
     def _parameter_name(self, name: str) -> str | None:
         """Old and new checkpoints differ in where `model` stands. None for what is not a weight, and for layers of the tower that are not
@@ -75,8 +57,7 @@ class LlavaForConditionalGeneration(LanguageModel):
             name = name.removeprefix("model.")  # the tower and the projector of a new one
         name = name.removeprefix("model.").replace("vision_tower.vision_model.", "vision_tower.")
         if name.startswith(("lm_head.", "language_model.")):
-            inner = self.language_model._parameter_name(name.removeprefix("language_model."))
-            return None if inner is None else f"language_model.{inner}"
+            return self._of_the_language_model(name)
         layer = name.removeprefix(_LAYERS).partition(".")[0]
         unused = name.startswith(_LAYERS) and layer.isdecimal() and int(layer) >= self.vision.num_used_layers
         if unused or name.endswith("position_ids") or name.startswith("vision_tower.post_layernorm."):

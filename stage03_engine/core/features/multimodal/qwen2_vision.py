@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from stage03_engine.core.features.multimodal.clip import ACTIVATIONS
+from stage03_engine.core.features.multimodal.clip import CLIPMLP
 from stage03_engine.multimodal.shape_fields import Qwen2VisionShape
 from stage04_kernels.features.rope import Rotation, rope_cos_sin, rope_frequencies
 
@@ -58,26 +58,13 @@ class VisionAttention(nn.Module):
         return self.proj(out[0].transpose(0, 1).flatten(1))
 
 
-class VisionMlp(nn.Module):
-    """Wide, and narrow again."""
-
-    def __init__(self, vision: Qwen2VisionShape) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(vision.hidden_size, vision.intermediate_size)
-        self.fc2 = nn.Linear(vision.intermediate_size, vision.hidden_size)
-        self.activation = ACTIVATIONS[vision.hidden_act]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(self.activation(self.fc1(x)))
-
-
 class VisionBlock(nn.Module):
     """Norm before each half, residual around it."""
 
     def __init__(self, vision: Qwen2VisionShape) -> None:
         super().__init__()
         self.norm1, self.attn = nn.LayerNorm(vision.hidden_size, EPS), VisionAttention(vision)
-        self.norm2, self.mlp = nn.LayerNorm(vision.hidden_size, EPS), VisionMlp(vision)
+        self.norm2, self.mlp = nn.LayerNorm(vision.hidden_size, EPS), CLIPMLP(vision)
 
     def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
         x = x + self.attn(self.norm1(x), rotation)

@@ -6,21 +6,20 @@ As in llava.py the vectors of pictures stand where token embeddings would. Two t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from stage03_engine.core.features.multimodal.mrope import MRopeForCausalLM, Positions, grid_positions
 from stage03_engine.core.features.multimodal.pixels import normalised
 from stage03_engine.core.features.multimodal.qwen2_vision import Qwen2VisionTransformer
-from stage03_engine.core.models.layers import LanguageModel, assign_weights
+from stage03_engine.core.features.multimodal.seeing import SupportsMultiModal
 from stage03_engine.model_shape import ModelShape
 from stage03_engine.params.multimodal import MultiModalFeature
-from stage04_kernels.attention import AttentionMetadata
 
 
-class Qwen2VLForConditionalGeneration(LanguageModel):
-    """What reads is the language model; `encode` is called for each picture, before."""
+class Qwen2VLForConditionalGeneration(SupportsMultiModal):
+    """The tower, and a Qwen2 that is told rows and columns."""
 
     def __init__(self, shape: ModelShape, backend: str = "torch") -> None:
         super().__init__()
@@ -29,19 +28,8 @@ class Qwen2VLForConditionalGeneration(LanguageModel):
         self.language_model = MRopeForCausalLM(shape, backend)
         self.visual = Qwen2VisionTransformer(self.vision, shape.hidden_size)
 
-    def forward(
-        self, input_ids: Tensor, positions: Tensor, kv_caches: list[Tensor], metadata: AttentionMetadata
-    ) -> Tensor:
-        """As the language model's."""
-        hidden: Tensor = self.language_model(input_ids, positions, kv_caches, metadata)
-        return hidden
-
-    def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        """As the language model's."""
-        return self.language_model.compute_logits(hidden_states)
-
     def encode(self, picture: MultiModalFeature) -> Tensor:
-        """A picture -> [its places, hidden_size]. One at a time: so it does not depend on what else is encoded (vLLM: embed_multimodal)."""
+        """A picture -> [its places, hidden_size]."""
         vectors: Tensor = self.visual(
             normalised(picture, self.vision.processor.values, self.visual.patch_embed.proj.weight)
         )
@@ -51,14 +39,9 @@ class Qwen2VLForConditionalGeneration(LanguageModel):
         """Of a request with these pictures (vLLM: SupportsMRoPE)."""
         return grid_positions(pictures, self.vision.unit)
 
-    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Raises ConfigError for a checkpoint that does not fit."""
-        assign_weights(self, tensors, self._parameter_name)
-
     def _parameter_name(self, name: str) -> str | None:
         """Old and new checkpoints differ in where `model` stands. None for what is not a weight."""
         name = name.removeprefix("model.")
         if name.startswith("visual."):
             return None if name.endswith("rotary_pos_emb.inv_freq") else name
-        inner = self.language_model._parameter_name(name.removeprefix("language_model."))
-        return None if inner is None else f"language_model.{inner}"
+        return self._of_the_language_model(name)
