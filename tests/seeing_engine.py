@@ -24,6 +24,33 @@ from stage03_engine.multimodal.registry import MULTIMODAL_REGISTRY
 from stage03_engine.params.multimodal import Picture
 from stage03_engine.sampling_params import SamplingParams
 
+SETTINGS: dict[str, dict[str, Any]] = {
+    "chunks of 5 tokens": {"max_num_batched_tokens": 5, "max_num_seqs": 5},
+    "chunks of 16 tokens": {"max_num_batched_tokens": 16, "max_num_seqs": 6},
+    "long prompts in parts": {"long_prefill_token_threshold": 7},
+    "one picture at a time": {"max_num_encoder_input_tokens": 1},
+    "one picture at a time, in chunks": {"max_num_encoder_input_tokens": 1, "max_num_batched_tokens": 11, "max_num_seqs": 8},
+    "no prefix cache": {"enable_prefix_caching": False},
+    "odd blocks": {"block_size": 3, "num_gpu_blocks_override": 600},
+    "preempted": {},
+    "preempted, one picture at a time": {"max_num_encoder_input_tokens": 1},
+    "preempted, swapped": {"swap_space": 1, "preemption_mode": "swap"},
+    "preempted, ahead, in chunks": {
+        "async_scheduling": True, "max_num_batched_tokens": 13, "max_num_seqs": 8, "max_num_encoder_input_tokens": 1,
+    },
+    "ahead": {"async_scheduling": True},
+    "drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}},
+    "by priority": {"scheduling_policy": "priority"},
+    "fair": {"scheduling_policy": "fair"},
+    "eager": {"enforce_eager": True},
+    "reference attention": {"attention_backend": "reference"},
+    "torch attention": {"attention_backend": "torch"},
+    "plain products": {"linear_backend": "torch"},
+    "in tiles": {"batch_invariant": True},
+    "in tiles, in chunks": {"batch_invariant": True, "max_num_batched_tokens": 16, "max_num_seqs": 6},
+    "no chunks": {"enable_chunked_prefill": False, "max_num_encoder_input_tokens": 1},
+}  # fmt: skip
+"""None of which changes an answer. Those with `preempted` also need so few blocks that somebody has to give way."""
 LIMITS = (1 << 20, 1 << 20, 1 << 20)  # bytes, pixels and tokens of a picture
 
 
@@ -80,3 +107,28 @@ class SeeingEngine:
         """How often the encoder ran."""
         works = [WORK.of(output.extras) for output in self.decisions]
         return sum(len(work.encode) for work in works if work is not None)
+
+
+def same_answers(
+    folder: Path,
+    prompts: dict[str, Any],
+    expected: dict[str, list[int]],
+    settings: dict[str, Any],
+    preempts: bool,
+    places: int,
+) -> None:
+    """All prompts at once, twice: the second time much of them is in the caches. A picture has at least so many `places`."""
+    engine = SeeingEngine(folder, **settings)
+    try:
+        for _ in range(2):
+            answers = engine.answer(*(engine.request(*each) for each in prompts.values()))
+            assert dict(zip(prompts, answers, strict=True)) == {name: expected[name] for name in prompts}
+        if preempts:
+            assert any(output.preempted_req_ids for output in engine.decisions), "nothing was preempted"
+        for output in engine.decisions:
+            if (work := WORK.of(output.extras)) is not None:
+                assert len(work.encode) * places <= engine.config.encoder_budget
+        counts = engine.core.scheduler.stats.counts
+        assert counts["mm_cache_queries"] - counts["mm_cache_hits"] == engine.encodes() > 0
+    finally:
+        engine.core.shutdown()

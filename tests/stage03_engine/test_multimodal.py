@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from seeing_engine import SeeingEngine as Engine
+from seeing_engine import SETTINGS, SeeingEngine as Engine, same_answers
 from small_llava import PLACES, llava_folder, picture
 from toy_engine import record
 
@@ -114,32 +114,8 @@ def test_probabilities_of_the_prompt_are_those_of_transformers(engine: Engine, r
     assert torch.allclose(torch.tensor([entry.logprobs[0] for entry in given]), wanted, atol=2e-4)
 
 
-SETTINGS: dict[str, dict[str, Any]] = {
-    "chunks of 5 tokens": {"max_num_batched_tokens": 5, "max_num_seqs": 5},
-    "chunks of 16 tokens": {"max_num_batched_tokens": 16, "max_num_seqs": 5},
-    "long prompts in parts": {"long_prefill_token_threshold": 7},
-    "one picture at a time": {"max_num_encoder_input_tokens": 1},
-    "one picture at a time, in chunks": {"max_num_encoder_input_tokens": 1, "max_num_batched_tokens": 11, "max_num_seqs": 8},
-    "two pictures at a time": {"max_num_encoder_input_tokens": 2 * PLACES},
-    "no prefix cache": {"enable_prefix_caching": False},
-    "odd blocks": {"block_size": 3, "num_gpu_blocks_override": 600},
-    "preempted": {"block_size": 4, "num_gpu_blocks_override": 23, "max_model_len": 88},
-    "preempted, one picture at a time": {"block_size": 4, "num_gpu_blocks_override": 23, "max_model_len": 88, "max_num_encoder_input_tokens": 1},
-    "swapped": {"block_size": 4, "num_gpu_blocks_override": 23, "max_model_len": 88, "swap_space": 1, "preemption_mode": "swap"},
-    "ahead": {"async_scheduling": True},
-    "ahead, in chunks, preempted": {
-        "async_scheduling": True, "block_size": 4, "num_gpu_blocks_override": 23, "max_model_len": 88, "max_num_batched_tokens": 13,
-        "max_num_seqs": 8, "max_num_encoder_input_tokens": 1,
-    },
-    "drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}},
-    "by priority": {"scheduling_policy": "priority"},
-    "fair": {"scheduling_policy": "fair"},
-    "reference attention": {"attention_backend": "reference"},
-    "plain products": {"linear_backend": "torch"},
-    "in tiles": {"batch_invariant": True},
-    "in tiles, in chunks": {"batch_invariant": True, "max_num_batched_tokens": 16, "max_num_seqs": 5},
-    "no chunks": {"enable_chunked_prefill": False, "max_num_encoder_input_tokens": 1},
-}  # fmt: skip
+ALL = SETTINGS | {"two pictures at a time": {"max_num_encoder_input_tokens": 2 * PLACES}}
+FEW_BLOCKS = {"block_size": 4, "num_gpu_blocks_override": 23, "max_model_len": 88}
 
 
 def test_blocks_of_pictures_travel_through_a_folder(
@@ -169,24 +145,11 @@ def test_random_weights_will_do(folder: Path) -> None:
     engine.core.shutdown()
 
 
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_no_setting_changes_an_answer(settings: dict[str, Any], folder: Path, expected: dict[str, list[int]]) -> None:
-    """All prompts at once, twice: the second time much of them is in the caches."""
-    engine = Engine(folder, **settings)
-    try:
-        for _ in range(2):
-            answers = engine.answer(*(engine.request(*each) for each in PROMPTS.values()))
-            assert dict(zip(PROMPTS, answers, strict=True)) == expected
-        if any(size == 23 for size in settings.values()):
-            assert any(output.preempted_req_ids for output in engine.decisions), "nothing was preempted"
-        budget = engine.config.encoder_budget
-        for output in engine.decisions:
-            if (work := WORK.of(output.extras)) is not None:
-                assert len(work.encode) * PLACES <= budget
-        counts = engine.core.scheduler.stats.counts
-        assert counts["mm_cache_queries"] - counts["mm_cache_hits"] == engine.encodes() > 0
-    finally:
-        engine.core.shutdown()
+@pytest.mark.parametrize("name", ALL)
+def test_no_setting_changes_an_answer(name: str, folder: Path, expected: dict[str, list[int]]) -> None:
+    preempts = name.startswith("preempted")
+    settings = ALL[name] | (FEW_BLOCKS if preempts else {})
+    same_answers(folder, PROMPTS, expected, settings, preempts, PLACES)
 
 
 def test_a_chunk_may_end_within_a_picture(folder: Path, expected: dict[str, list[int]]) -> None:

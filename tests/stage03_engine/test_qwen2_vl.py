@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings as hypothesis_settings, strategies as st
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from seeing_engine import LIMITS, SeeingEngine
+from seeing_engine import LIMITS, SETTINGS, SeeingEngine, same_answers
 from small_llava import encoded, llava_folder, picture
 from small_qwen2_vl import MAX_PIXELS, MIN_PIXELS, SEEN, UNIT, Reference, qwen2_vl_folder
 from toy_engine import record
@@ -178,49 +178,14 @@ def test_random_weights_will_do(folder: Path) -> None:
     engine.core.shutdown()
 
 
-SETTINGS: dict[str, dict[str, Any]] = {
-    "chunks of 5 tokens": {"max_num_batched_tokens": 5, "max_num_seqs": 5},
-    "chunks of 16 tokens": {"max_num_batched_tokens": 16, "max_num_seqs": 6},
-    "long prompts in parts": {"long_prefill_token_threshold": 7},
-    "one picture at a time": {"max_num_encoder_input_tokens": 1},
-    "one picture at a time, in chunks": {"max_num_encoder_input_tokens": 1, "max_num_batched_tokens": 11, "max_num_seqs": 8},
-    "no prefix cache": {"enable_prefix_caching": False},
-    "odd blocks": {"block_size": 3, "num_gpu_blocks_override": 600},
-    "preempted": {"block_size": 4, "num_gpu_blocks_override": 36, "max_model_len": 140},
-    "swapped": {"block_size": 4, "num_gpu_blocks_override": 36, "max_model_len": 140, "swap_space": 1, "preemption_mode": "swap"},
-    "ahead": {"async_scheduling": True},
-    "ahead, in chunks, preempted": {
-        "async_scheduling": True, "block_size": 4, "num_gpu_blocks_override": 36, "max_model_len": 140, "max_num_batched_tokens": 13,
-        "max_num_seqs": 8, "max_num_encoder_input_tokens": 1,
-    },
-    "drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}},
-    "eager": {"enforce_eager": True},
-    "reference attention": {"attention_backend": "reference"},
-    "torch attention": {"attention_backend": "torch"},
-    "plain products": {"linear_backend": "torch"},
-    "in tiles": {"batch_invariant": True},
-    "in tiles, in chunks": {"batch_invariant": True, "max_num_batched_tokens": 16, "max_num_seqs": 6},
-    "no chunks": {"enable_chunked_prefill": False, "max_num_encoder_input_tokens": 1},
-}  # fmt: skip
+FEW_BLOCKS = {"block_size": 4, "num_gpu_blocks_override": 36, "max_model_len": 140}
 
 
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_no_setting_changes_an_answer(settings: dict[str, Any], folder: Path, expected: dict[str, list[int]]) -> None:
-    """All prompts at once, twice: the second time much of them is in the caches."""
-    engine = SeeingEngine(folder, **settings)
-    try:
-        for _ in range(2):
-            answers = engine.answer(*(engine.request(*PROMPTS[name]) for name in SEVERAL))
-            assert dict(zip(SEVERAL, answers, strict=True)) == {name: expected[name] for name in SEVERAL}
-        if any(size == 36 for size in settings.values()):
-            assert any(output.preempted_req_ids for output in engine.decisions), "nothing was preempted"
-        for output in engine.decisions:
-            if (work := WORK.of(output.extras)) is not None:
-                assert len(work.encode) <= engine.config.encoder_budget
-        counts = engine.core.scheduler.stats.counts
-        assert counts["mm_cache_queries"] - counts["mm_cache_hits"] == engine.encodes() > 0
-    finally:
-        engine.core.shutdown()
+@pytest.mark.parametrize("name", SETTINGS)
+def test_no_setting_changes_an_answer(name: str, folder: Path, expected: dict[str, list[int]]) -> None:
+    preempts = name.startswith("preempted")
+    settings = SETTINGS[name] | (FEW_BLOCKS if preempts else {})
+    same_answers(folder, {name: PROMPTS[name] for name in SEVERAL}, expected, settings, preempts, 1)
 
 
 def test_recorded_steps_serve_what_follows_a_picture(folder: Path, expected: dict[str, list[int]]) -> None:
