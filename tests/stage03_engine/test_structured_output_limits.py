@@ -215,12 +215,17 @@ def test_a_step_that_takes_too_long_ends_its_request_alone(
     manager: StructuredOutputManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on = threading.Event()
+
+    def computes(backend: Any, token_ids: list[int]) -> None:
+        while not go_on.is_set():
+            pass
+
     begin(manager, "slow", Wanted(regex="[ab]+"))
     begin(manager, "quick", Wanted(regex="[cd]+"))
     slow, quick = token_of(manager, "slow"), token_of(manager, "quick")
     manager._threads.seconds_per_job = 0.05
     with monkeypatch.context() as patch:
-        patch.setattr(manager._requests["slow"], "accept", lambda backend, token_ids: go_on.wait(60))
+        patch.setattr(manager._requests["slow"], "accept", computes)
         complete, failed = accept(manager, {"slow": [slow]})
     manager._threads.seconds_per_job = 60.0
     assert (

@@ -19,7 +19,7 @@ from toy_engine import ANY_JSON, STEM, ToyEngine, record
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.config import SchedulerConfig, VllmConfig
 from stage03_engine.core.features.debug.scheduler_checks import check_invariants
-from stage03_engine.core.features.structured_output import manager as rooms
+from stage03_engine.core.features.structured_output import manager as rooms, step_threads
 from stage03_engine.core.features.structured_output.backend_guidance import GrammarState, Guidance, Matcher
 from stage03_engine.core.features.structured_output.grammar_checker import GrammarChecker, LostError
 from stage03_engine.core.features.structured_output.lark import to_lark
@@ -84,6 +84,36 @@ def test_between_two_turns_of_a_key_each_other_has_one(askers: list[tuple[int | 
 # The budget of a step
 
 
+@pytest.fixture
+def waiting_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs here wait where a grammar would compute."""
+    monkeypatch.setattr(step_threads, "clock_of_this_thread", lambda: time.CLOCK_MONOTONIC)
+
+
+def test_a_busy_machine_makes_no_grammar_too_complex() -> None:
+    """Only the time counts in which its thread computes."""
+    never, go_on, threads = threading.Event(), threading.Event(), StepThreads(0.02)
+
+    def waits() -> GrammarState:
+        never.wait(0.1)
+        return GrammarState(b"x")
+
+    def computes() -> GrammarState:
+        while not go_on.is_set():
+            pass
+        return GrammarState(b"x")
+
+    jobs, done = [Job(waits), Job(computes)], dict[Job, GrammarState | None]()
+    for job in jobs:
+        threads.add(Asker(None, "x"), job)
+    while len(done) < 2:
+        threads.run(0.005)
+        done |= {job: job.state for job in threads.take_done()}
+    assert done == {jobs[0]: GrammarState(b"x"), jobs[1]: None}
+    go_on.set()
+    threads.shutdown()
+
+
 def test_threads_begin_nothing_when_the_budget_is_over() -> None:
     go_on, began = threading.Event(), list[int]()
 
@@ -110,6 +140,7 @@ def test_threads_begin_nothing_when_the_budget_is_over() -> None:
     threads.shutdown()
 
 
+@pytest.mark.usefixtures("waiting_counts")
 def test_the_clock_of_a_job_runs_when_a_thread_begins_with_it() -> None:
     """And only the thread of the one that takes too long is given up."""
     go_on = threading.Event()
@@ -233,6 +264,7 @@ def run_together(works: list[Callable[[], object]]) -> None:
         thread.join()
 
 
+@pytest.mark.usefixtures("waiting_counts")
 def test_one_key_leaves_threads_to_the_others_also_while_it_waits_for_lost_ones() -> None:
     go_on, threads = threading.Event(), StepThreads(0.05)
     slow = [Job(lambda: go_on.wait(60) and GrammarState(b"")) for _ in range(40)]  # type: ignore
@@ -245,7 +277,7 @@ def test_one_key_leaves_threads_to_the_others_also_while_it_waits_for_lost_ones(
         while quick.state is None:
             threads.run(0.005)
             threads.take_done()
-        begun = sum(job.began is not None for job in slow)
+        begun = sum(job.clock is not None for job in slow)
     assert begun == threads._most_threads // 2, "each was given up, and its thread still counts"
     go_on.set()
     done = set[Job]()
@@ -256,6 +288,7 @@ def test_one_key_leaves_threads_to_the_others_also_while_it_waits_for_lost_ones(
     threads.shutdown()
 
 
+@pytest.mark.usefixtures("waiting_counts")
 def test_without_keys_threads_that_are_given_up_are_bounded() -> None:
     go_on, threads = threading.Event(), StepThreads(0.001)
     slow = [Job(lambda: go_on.wait(60) and GrammarState(b"")) for _ in range(100)]  # type: ignore
@@ -265,7 +298,7 @@ def test_without_keys_threads_that_are_given_up_are_bounded() -> None:
     def begun() -> int:
         threads.run(0.002)
         threads.take_done()
-        return sum(job.began is not None for job in slow)
+        return sum(job.clock is not None for job in slow)
 
     wait_until(lambda: begun() >= 2 * threads._most_threads, "too few began")
     assert {begun() for _ in range(200)} == {2 * threads._most_threads}
@@ -288,6 +321,7 @@ def test_a_step_waits_once_for_each_job_and_not_again() -> None:
     threads.shutdown()
 
 
+@pytest.mark.usefixtures("waiting_counts")
 def test_steps_wait_for_a_key_no_longer_than_they_take_without_it() -> None:
     """Each step brings it another job that takes long. What steps wait for others is not its affair."""
     go_on, threads, step, others = threading.Event(), StepThreads(0.001), 0.4, 0.0

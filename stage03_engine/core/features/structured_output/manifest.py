@@ -35,7 +35,7 @@ class StructuredOutputsConfig:
         "seconds that a step waits for all grammars together; requests whose grammar needs longer sit out the next steps",
     )
     grammar_step_seconds: float = option(
-        0.5, "seconds that one grammar may take to find the tokens that may follow; then its request ends"
+        0.5, "seconds that one grammar may compute to find the tokens that may follow; then its request ends"
     )
     disable_any_whitespace: bool = option(
         False, "write JSON in one line: otherwise a small model may fill its answer with spaces"

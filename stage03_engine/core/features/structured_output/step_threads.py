@@ -32,12 +32,19 @@ MAX_THREADS = 8
 NICE = 5  # a third of a busy core, beside the engine's own threads
 
 
+def clock_of_this_thread() -> int:
+    """It runs while this thread computes: a busy machine makes no grammar too complex. Where there is none (macOS), one that always runs."""
+    clock_of = getattr(time, "pthread_getcpuclockid", None)
+    return time.CLOCK_MONOTONIC if clock_of is None else clock_of(threading.get_ident())
+
+
 @dataclass(eq=False)
 class Job:
     """One state to find."""
 
     work: Callable[[], GrammarState]
-    began: float | None = None  # time.monotonic() when a thread took it; None: it is queued
+    clock: int | None = None  # of the thread that took it; None: it is queued
+    began: float = 0.0  # by that clock
     state: GrammarState | None = None  # the result; None after the end: it took too long
     dropped: bool = False  # nobody waits for it any more
     tenant: int | None = None  # the API key whose turn it had
@@ -121,15 +128,16 @@ class StepThreads:
         return bool(self._queue or self._running)
 
     def take_done(self) -> list[Job]:
-        """What has ended since: with a state, or without one because it took longer than `seconds_per_job`, counted from when a
-        thread began with it."""
+        """What has ended since: with a state, or without one because its thread has computed for longer than `seconds_per_job`."""
         with self._lock:
-            latest = time.monotonic() - self.seconds_per_job
-            late = [job for job in self._running if job.began is not None and job.began < latest]
+            late = [job for job in self._running if self._is_late(job)]
             self._running.difference_update(late)
             self._num_threads -= len(late)  # each is lost until llguidance comes back, and others take the place
             done, self._done = self._done + late, []
         return done
+
+    def _is_late(self, job: Job) -> bool:
+        return job.clock is not None and time.clock_gettime(job.clock) - job.began > self.seconds_per_job
 
     def _start_threads(self) -> None:
         while self._num_threads < self._most_threads:
@@ -168,8 +176,9 @@ class StepThreads:
             while not self._closed:
                 while self._queue.tenants - self._resting and time.monotonic() < self._until:
                     asker, job = self._queue.pop(self._resting)
-                    if not job.dropped and job.began is None:
-                        job.began, job.tenant = time.monotonic(), asker.tenant
+                    if not job.dropped and job.clock is None:
+                        job.clock, job.tenant = clock_of_this_thread(), asker.tenant
+                        job.began = time.clock_gettime(job.clock)
                         self._running.add(job)
                         self._hold(asker.tenant, 1)
                         return job
