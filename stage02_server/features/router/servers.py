@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 
 import httpx
 
@@ -48,7 +49,10 @@ class Servers:
         # and a server that closes it just then would seem to have died of the next one.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         timeouts = httpx.Timeout(timeout, connect=CONNECT_SECONDS, pool=None)
-        self.client = httpx.AsyncClient(limits=limits, timeout=timeouts, trust_env=False, follow_redirects=False)
+        no_cookies = CookieJar(DefaultCookiePolicy(allowed_domains=()))  # one client's belong in no other's request
+        self.client = httpx.AsyncClient(
+            limits=limits, timeout=timeouts, trust_env=False, follow_redirects=False, cookies=no_cookies
+        )
 
     @property
     def all(self) -> list[Server]:
@@ -102,7 +106,7 @@ class Servers:
 def reason(error: Exception) -> str:
     """In a few words."""
     if isinstance(error, httpx.ConnectError):
-        return "nobody listens there"
+        return f"it cannot be reached ({error})"
     if isinstance(error, httpx.TimeoutException | TimeoutError):
         return "it does not answer in time"
     return f"the connection broke ({type(error).__name__})"
