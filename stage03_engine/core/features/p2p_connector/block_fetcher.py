@@ -53,7 +53,6 @@ class Fetch(msgspec.Struct):
     window: list[bytes] = []  # that the producer was asked for last
     came: dict[bytes, bytes] = {}  # of them
     asked: str | None = None  # the event
-    size: int = 0
     same: list[Fetch] = []  # those of other answers to the prompt, with n above 1: they get what this one gets
 
 
@@ -102,7 +101,7 @@ class BlockFetcher:
 
     def tell_done(self, source: Source) -> None:
         """Nothing of this place is needed."""
-        self._mail.put(partial(self._tell_done, source, None))
+        self._mail.put(partial(self._tell_done, source))
 
     def shutdown(self) -> None:
         """What is on its way is not waited for."""
@@ -190,18 +189,18 @@ class BlockFetcher:
             logger.warning("KV-cache blocks cannot be fetched: %s", error)
             fetch.done.set_result(None)
             return
-        if peer.is_foreign or fetch.found.is_over:
-            self._finish(peer, fetch)
-            return
         if (other := peer.fetches.get(fetch.source.place)) is not None:
             other.same.append(fetch)
+            return
+        if peer.is_foreign or fetch.found.is_over:
+            self._finish(peer, fetch)
             return
         peer.fetches[fetch.source.place] = fetch
         self._want(peer, fetch)
 
     def _want(self, peer: Peer, fetch: Fetch) -> None:
         first = len(fetch.found.blocks)
-        fetch.window, fetch.came, fetch.size = fetch.hashes[first : first + WINDOW], {}, 0
+        fetch.window, fetch.came = fetch.hashes[first : first + WINDOW], {}
         if trace.on:
             count = len(fetch.window)
             fetch.asked = trace.emit(
@@ -276,8 +275,8 @@ class BlockFetcher:
             for fetch in [each for each in peer.fetches.values() if each.found is found]:
                 self._finish(peer, fetch, fetch.asked)
 
-    def _tell_done(self, source: Source, cause: str | None) -> None:
+    def _tell_done(self, source: Source) -> None:
         try:
-            self._send(self._peer(source.address), Done(source.place, cause))
+            self._send(self._peer(source.address), Done(source.place))
         except StagesError as error:
             logger.warning("KV-cache blocks cannot be given back: %s", error)

@@ -86,7 +86,7 @@ class BlockServer:
     def freed(self, wait_seconds: float) -> list[int]:
         """Blocks that need not stay any more; waits so long for one. Raises what has ended the thread."""
         with self._news:
-            self._news.wait_for(lambda: self._freed or self._error, wait_seconds or 0)
+            self._news.wait_for(lambda: self._freed or self._error, wait_seconds)
             if self._error is not None:
                 raise self._error
             freed, self._freed = self._freed, []
