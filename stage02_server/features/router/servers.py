@@ -13,7 +13,7 @@ import httpx
 from stagetrace import trace
 
 logger = logging.getLogger(__name__)
-HEALTH_SECONDS = 2.0  # a server that takes longer to say that it is well is not
+HEALTH_SECONDS = 2.0  # a server that takes longer to answer /health is not ready
 CONNECT_SECONDS = 2.0
 AGAIN_SECONDS = 1.0
 
@@ -45,7 +45,7 @@ class Servers:
             [Server("decode", url) for url in decode],
         )
         logging.getLogger("httpx").setLevel(logging.WARNING)  # it has a line for each look
-        # A connection for each request. On one that is used again, what a server said too much would be the answer to somebody else's request,
+        # A connection for each request. On one that is used again, whatever a server sent beyond its answer would be the answer to somebody else's request,
         # and a server that closes it just then would seem to have died of the next one.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         timeouts = httpx.Timeout(timeout, connect=CONNECT_SECONDS, pool=None)

@@ -1,7 +1,7 @@
 """The consumer's end of the links: a thread that brings the blocks of requests that wait, a window at a time, from the engines that computed them.
 
 What it cannot use it does not take: a block that is torn, that nobody asked for, or that comes too late is not there, and its tokens are computed.
-A producer that dies, or that cannot be reached, costs what it would have sent.
+A producer that dies, or that cannot be reached, costs only what it would have sent.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Peer:
 class BlockFetcher:
     """A Reader (kv_transfer/reader.py) of other engines' blocks. Raises ConfigError without a secret.
 
-    A producer that has not answered for `max_read_seconds`, and from which nobody waits for blocks, is given up with all that it was to hear: it may be dead.
-    So there are no more connections than producers that are there, and some that were asked just now."""
+    A producer that has not answered for `max_read_seconds`, and from which nobody waits for blocks, may be dead: its connection is closed, even with messages
+    unsent. So connections lead only to producers that are there, and to some that were asked just now."""
 
     def __init__(self, config: VllmConfig) -> None:
         self._identity, self._secret = compatibility_hash(config), read_secret(config.node_config)
@@ -156,7 +156,7 @@ class BlockFetcher:
             self._lose(peer, why)
 
     def _lose(self, peer: Peer, why: str) -> None:
-        """What has come of its blocks is used. One from which nobody waits for blocks may have ended as it should."""
+        """The blocks that have come are used. No warning if nobody waits for others: it may have ended as it should."""
         if peer.fetches:
             logger.warning(
                 "The engine at %s sends no more KV-cache blocks: %s. They are computed here.", peer.address, why
