@@ -176,7 +176,7 @@ def test_the_search_finds_what_it_is_for() -> None:
 
 SHARED_WHILE_AWAITED = {
     "contextlib.suppress", "suppress", "stop.installed", "sock", "listener", "socket.socket", "contextlib.ExitStack", "tqdm", "bar",
-    "logging_redirect_tqdm", "self._decoders.upload", "self._counted", "self._held.during", "self.held.during", "_metrics_server", "server.at_work",
+    "logging_redirect_tqdm", "self._decoders.upload", "self._counted", "self._held.hold", "self.held.hold", "_metrics_server", "server.at_work",
 }  # fmt: skip
 """Context managers inside which something is awaited. None of them sets what belongs to the thread or the process (signal mask, inference mode, folder, a
 stream; a batch, whose log lines one redirects, is alone in its process): other tasks run meanwhile and would meet it, and of two that are inside at once the last to leave would put back what the first had set."""

@@ -199,6 +199,20 @@ def test_what_is_packed_is_not_unpacked() -> None:
     assert ended and body == packed and dict(start["headers"])[b"content-encoding"] == b"gzip"
 
 
+@pytest.mark.parametrize("said_there", [b"null", b"5", b"true", b'"a"', b"[]", b' {"a": 1} '])
+def test_what_a_prefill_server_keeps_is_said_in_an_object(said_there: bytes) -> None:
+    """A decode server would refuse all else, and its client would hear that about a field that it never sent."""
+    heard: list[dict[str, Any]] = []
+
+    def say(request: httpx.Request) -> httpx.Response:
+        heard.append(json.loads(request.content))
+        return said(Pieces(b"{}"))
+
+    answers = {"p0 POST": lambda _: said(Pieces(b'{"kv_transfer_params":' + said_there + b"}")), "d0 POST": say}
+    asked(fleet(answers)[0], BODY)
+    assert heard == [BODY | ({"kv_transfer_params": {"a": 1}} if b"{" in said_there else {})]
+
+
 def test_a_server_that_says_too_much_says_it_to_nobody() -> None:
     """Two answers to one request: the second one must not be that of the next client."""
     one = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 8\r\n\r\n"
@@ -231,3 +245,45 @@ def test_a_server_that_says_too_much_says_it_to_nobody() -> None:
                 assert body == b'"hhhh 1"'
 
     asyncio.run(run())
+
+
+def test_a_cookie_is_kept_for_nobody() -> None:
+    """A proxy before a server may set one for each session: the next client's request must not bring it."""
+    heads: list[bytes] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heads.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(b"HTTP/1.1 200 OK\r\nset-cookie: session=one\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}")
+        writer.close()
+
+    async def run() -> None:
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            all_servers = Servers([url], [url], timeout=PATIENCE)
+            async with all_servers.client:
+                await asyncio.gather(*map(all_servers.look, all_servers.all))
+                app = router_app.build_app(all_servers, RouterFlags((url,), (url,)), HardeningFlags())
+                for body, path in ((BODY, "/v1/completions"), (None, "/v1/models"), (BODY, "/v1/completions")):
+                    assert (await ask(app, body, path))[0]["status"] == 200
+
+    asyncio.run(run())
+    assert len(heads) == 7 and not any(b"cookie" in head.lower() for head in heads)
+
+
+def test_the_log_says_why_a_server_cannot_be_reached(caplog: pytest.LogCaptureFixture) -> None:
+    """That nobody listens is only one of the reasons: a certificate, or a name, may be wrong."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"no TLS here\r\n")
+        writer.close()
+
+    async def run() -> None:
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            all_servers = Servers([f"https://127.0.0.1:{port}"], [], timeout=PATIENCE)
+            async with all_servers.client:
+                await all_servers.look(all_servers.all[0])
+
+    asyncio.run(run())
+    [line] = [each.message for each in caplog.records if each.name == servers.__name__]
+    assert "cannot be reached" in line and "SSL" in line

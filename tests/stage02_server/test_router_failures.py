@@ -340,6 +340,7 @@ WRONG = [
     (["--prefill", "http://a", "http://a/", "--decode", "http://b"], "twice"), (["--prefill", "http://a", "--decode", "http://k@b"], "--decode takes"),
     (["--prefill", "http://a", "--decode", "http://b?x"], "--decode takes"), (["--prefill", "http://a", "--decode", "http://b:x"], "--decode takes"),
     (["--prefill", "ftp://a", "--decode", "http://b"], "--prefill takes"), (["--prefill", "http://a b", "--decode", "http://b"], "--prefill takes"),
+    (["--prefill", "http://xn--a:1", "--decode", "http://b"], "--prefill takes"),
     (["--prefill", "http://a", "--decode", "http://b", "--port", "70000"], "port"), (["--prefill", "http://a", "--decode", "http://b", "--port", "x"], "port"),
     (["--prefill", "http://a", "--decode", "http://b", "--max-request-bytes", "1"], "max_request_bytes"), (["--prefil", "http://a"], "unknown flag"),
     (["--prefill", "http://a", "--decode", "http://b", "--health-check-interval-secs", "0"], "health_check_interval_secs"),

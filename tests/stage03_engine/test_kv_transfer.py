@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import given, settings, strategies as st
 from patience import PATIENCE
@@ -305,6 +306,17 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "endless": lambda file: (file.unlink(), file.symlink_to("/dev/zero")),
     "a link to nowhere": lambda file: (file.unlink(), file.symlink_to("nowhere")),
 }
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_stays_open_to_nobody(damage: str, tmp_path: Path) -> None:
+    store, block_hash = BlockStore(str(tmp_path), "0" * 32, 4, 1000), bytes(32)
+    for each in (block_hash, b"\1" * 32):
+        store.write(each, b"1234")
+    file = store.folder / f"{block_hash.hex()}.kv"
+    DAMAGES[damage](file)
+    before = psutil.Process().num_fds()
+    assert store.read(block_hash) is None and psutil.Process().num_fds() == before
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

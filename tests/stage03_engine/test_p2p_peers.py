@@ -19,11 +19,12 @@ import pytest
 import zmq
 from patience import PATIENCE, wait_until
 from small_gpt2 import first_layers
-from test_p2p_connector import HOW, PROMPTS, SECRET, core_of
+from test_p2p_connector import HOW, PROMPTS, SECRET, Pair, core_of, params_of
 from test_strangers import GIANT, GIANT_COMMAND, GREETING
 
 from stage03_engine.core.engine_core import EngineCore
 from stage03_engine.core.features.kv_transfer.block_store import checksum_of
+from stage03_engine.core.features.p2p_connector.block_server import BlockServer
 from stage03_engine.core.features.p2p_connector.messages import Block, End, Want, encode
 from stage03_engine.core.features.p2p_connector.p2p import LISTENING
 from stage03_engine.core.features.prefix_cache_reset.prefix_cache_reset import reset_prefix_cache
@@ -300,6 +301,37 @@ def test_whatever_a_producer_answers_changes_no_token(
         assert_all_free(consumer)
     wait_until(lambda: open_files() <= before, "the connection stays open")
     assert not [record.message for record in caplog.records if "\n" in record.message or "\x1b" in record.message]
+
+
+def test_who_is_aborted_takes_no_block_from_another(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With n above 1 several answers name the same place: what one of them does not need is on its way for another."""
+    monkeypatch.setenv("STAGES_NODE_SECRET", SECRET)
+    send, is_asked, is_answered, goes_on = BlockServer._send, threading.Event(), threading.Event(), threading.Event()
+
+    def wait_and_send(self: BlockServer, peer: bytes, message: Any) -> None:
+        is_asked.set()
+        assert is_answered.wait(PATIENCE)
+        send(self, peer, message)
+
+    monkeypatch.setattr(BlockServer, "_send", wait_and_send)
+    pair = Pair(model)
+    [letters] = [hook.connector._fetcher._mail for hook in pair.consumer.scheduler.hooks if hasattr(hook, "connector")]
+    try:
+        name = pair.add(LONG, params_of("greedy"))
+        pair.run(is_asked.is_set)
+        letters.put(goes_on.wait)  # its thread hears of the twin when it has ended
+        params = pair.consumer.scheduler.requests[name].sampling_params
+        pair.consumer.add_request(EngineCoreRequest("twin", LONG, params))
+        pair.consumer.abort_requests(["twin"])
+        letters.put(is_answered.set)
+        goes_on.set()
+        pair.run(lambda: name in pair.ended)
+        assert pair.cached[name] == 76
+        pair.assert_all_free()
+    finally:
+        goes_on.set()
+        is_answered.set()
+        pair.close()
 
 
 # Consumers

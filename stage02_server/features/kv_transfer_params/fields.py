@@ -50,7 +50,7 @@ class KVTransferParams(BaseModel):
         default=None, description="The port that belongs to it."
     )
     remote_request_id: Annotated[str, AfterValidator(_place)] | None = Field(
-        default=None, description="The place of the blocks there: a random number, of which only its client knows."
+        default=None, description="The place of the blocks there: a random number, known to its client only."
     )
     remote_block_ids: None = Field(default=None, description="Not needed here: blocks are found by their tokens.")
 

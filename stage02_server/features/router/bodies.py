@@ -86,4 +86,4 @@ def params_in(answer: bytes) -> msgspec.Raw | None:
         found: Any = _read(answer).get(FIELD)
     except MALFORMED:
         return None
-    return None if found is None or bytes(found) == b"null" else found
+    return found if found is not None and bytes(found).lstrip().startswith(b"{") else None

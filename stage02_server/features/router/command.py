@@ -81,10 +81,12 @@ RouterLimits: Any = dataclasses.make_dataclass(
 
 def check_url(name: str, url: str) -> str:
     """The address without a slash at its end. Raises ConfigError."""
+    import httpx  # late: `router --help` does not need it
+
     try:
         parts = urlsplit(url)
-        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
+        is_url = parts.scheme in ("http", "https") and bool(httpx.URL(url).host) and parts.port != 0
+    except (ValueError, httpx.InvalidURL):
         is_url = False
     if (
         not is_url

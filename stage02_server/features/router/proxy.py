@@ -183,8 +183,8 @@ class Proxy:
             raise Lost from None
 
     async def _pass_on(self, server: Server, answer: httpx.Response, journey: Journey) -> None:
-        """As it comes, so that no answer is too long for this process; its header is sent with its first piece. One that breaks has an error for
-        its end if it is a stream, between two events of it; else the connection ends without the end of the answer, so that nobody takes the part
+        """As it comes, so that no answer is too long for this process; its header is sent with its first piece. A stream that
+        breaks between two events ends with an error; otherwise the connection closes before the answer has ended, so that nobody takes the part
         for the whole."""
         begun, last, send = False, b"", journey.send
         start = {"type": "http.response.start", "status": answer.status_code, "headers": _passed_back(answer).raw}
@@ -259,14 +259,14 @@ class Proxy:
 
 
 def check(answer: httpx.Response) -> None:
-    """Can its status and its header be said to a client? Raises RemoteProtocolError: so it is as broken as one that is no HTTP at all."""
+    """Can a client be told its status and headers? Raises RemoteProtocolError if not: it is as broken as one that is not HTTP at all."""
     values = b"".join(value for _, value in _passed_back(answer).raw)
     if not 200 <= answer.status_code < 600 or not _CONTROLS.isdisjoint(values):
-        raise httpx.RemoteProtocolError("a status or a header that is none")
+        raise httpx.RemoteProtocolError("an invalid status or header")
 
 
 async def read(answer: httpx.Response, most: int) -> bytes:
-    """What an answer says; nothing if that is longer. It is not unpacked: whoever packs what was to come plain may pack any number of bytes."""
+    """The body of an answer; nothing if it is longer than `most`. It is not unpacked: few packed bytes may hold any number of plain ones."""
     data = bytearray()
     async for piece in answer.aiter_raw():
         data += piece

@@ -6,13 +6,14 @@ import asyncio
 import logging
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 
 import httpx
 
 from stagetrace import trace
 
 logger = logging.getLogger(__name__)
-HEALTH_SECONDS = 2.0  # a server that takes longer to say that it is well is not
+HEALTH_SECONDS = 2.0  # a server that takes longer to answer /health is not ready
 CONNECT_SECONDS = 2.0
 AGAIN_SECONDS = 1.0
 
@@ -44,11 +45,14 @@ class Servers:
             [Server("decode", url) for url in decode],
         )
         logging.getLogger("httpx").setLevel(logging.WARNING)  # it has a line for each look
-        # A connection for each request. On one that is used again, what a server said too much would be the answer to somebody else's request,
+        # A connection for each request. On one that is used again, whatever a server sent beyond its answer would be the answer to somebody else's request,
         # and a server that closes it just then would seem to have died of the next one.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         timeouts = httpx.Timeout(timeout, connect=CONNECT_SECONDS, pool=None)
-        self.client = httpx.AsyncClient(limits=limits, timeout=timeouts, trust_env=False, follow_redirects=False)
+        no_cookies = CookieJar(DefaultCookiePolicy(allowed_domains=()))  # one client's belong in no other's request
+        self.client = httpx.AsyncClient(
+            limits=limits, timeout=timeouts, trust_env=False, follow_redirects=False, cookies=no_cookies
+        )
 
     @property
     def all(self) -> list[Server]:
@@ -102,7 +106,7 @@ class Servers:
 def reason(error: Exception) -> str:
     """In a few words."""
     if isinstance(error, httpx.ConnectError):
-        return "nobody listens there"
+        return f"it cannot be reached ({error})"
     if isinstance(error, httpx.TimeoutException | TimeoutError):
         return "it does not answer in time"
     return f"the connection broke ({type(error).__name__})"

@@ -125,8 +125,7 @@ class BlockStore:
         """A block's keys and values; None if it is not there, or not what was written."""
         file = self._file(block_hash)
         try:
-            handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # a pipe in its place is not waited for
-            with open(handle, "rb") as stored:
+            with open(file, "rb", opener=_open_at_once) as stored:
                 content = stored.read(_SUM_BYTES + self._block_bytes + 1) or b""
         except (OSError, MemoryError):
             return None
@@ -197,6 +196,11 @@ class WholeBlocks:
     def only_of_others(self) -> bool:
         """Has the folder blocks, and none that fits this engine?"""
         return self._parts[0].only_of_others()
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """A pipe in a file's place is not waited for."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _is_hex(name: str, length: int) -> bool:

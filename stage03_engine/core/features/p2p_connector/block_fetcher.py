@@ -1,7 +1,7 @@
 """The consumer's end of the links: a thread that brings the blocks of requests that wait, a window at a time, from the engines that computed them.
 
 What it cannot use it does not take: a block that is torn, that nobody asked for, or that comes too late is not there, and its tokens are computed.
-A producer that dies, or that cannot be reached, costs what it would have sent.
+A producer that dies, or that cannot be reached, costs only what it would have sent.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ class Fetch(msgspec.Struct):
     window: list[bytes] = []  # that the producer was asked for last
     came: dict[bytes, bytes] = {}  # of them
     asked: str | None = None  # the event
-    size: int = 0
     same: list[Fetch] = []  # those of other answers to the prompt, with n above 1: they get what this one gets
 
 
@@ -69,8 +68,8 @@ class Peer:
 class BlockFetcher:
     """A Reader (kv_transfer/reader.py) of other engines' blocks. Raises ConfigError without a secret.
 
-    A producer that has not answered for `max_read_seconds`, and from which nobody waits for blocks, is given up with all that it was to hear: it may be dead.
-    So there are no more connections than producers that are there, and some that were asked just now."""
+    A producer that has not answered for `max_read_seconds`, and from which nobody waits for blocks, may be dead: its connection is closed, even with messages
+    unsent. So connections lead only to producers that are there, and to some that were asked just now."""
 
     def __init__(self, config: VllmConfig) -> None:
         self._identity, self._secret = compatibility_hash(config), read_secret(config.node_config)
@@ -102,7 +101,7 @@ class BlockFetcher:
 
     def tell_done(self, source: Source) -> None:
         """Nothing of this place is needed."""
-        self._mail.put(partial(self._tell_done, source, None))
+        self._mail.put(partial(self._tell_done, source))
 
     def shutdown(self) -> None:
         """What is on its way is not waited for."""
@@ -157,7 +156,7 @@ class BlockFetcher:
             self._lose(peer, why)
 
     def _lose(self, peer: Peer, why: str) -> None:
-        """What has come of its blocks is used. One from which nobody waits for blocks may have ended as it should."""
+        """The blocks that have come are used. No warning if nobody waits for others: it may have ended as it should."""
         if peer.fetches:
             logger.warning(
                 "The engine at %s sends no more KV-cache blocks: %s. They are computed here.", peer.address, why
@@ -190,18 +189,18 @@ class BlockFetcher:
             logger.warning("KV-cache blocks cannot be fetched: %s", error)
             fetch.done.set_result(None)
             return
-        if peer.is_foreign or fetch.found.is_over:
-            self._finish(peer, fetch)
-            return
         if (other := peer.fetches.get(fetch.source.place)) is not None:
             other.same.append(fetch)
+            return
+        if peer.is_foreign or fetch.found.is_over:
+            self._finish(peer, fetch)
             return
         peer.fetches[fetch.source.place] = fetch
         self._want(peer, fetch)
 
     def _want(self, peer: Peer, fetch: Fetch) -> None:
         first = len(fetch.found.blocks)
-        fetch.window, fetch.came, fetch.size = fetch.hashes[first : first + WINDOW], {}, 0
+        fetch.window, fetch.came = fetch.hashes[first : first + WINDOW], {}
         if trace.on:
             count = len(fetch.window)
             fetch.asked = trace.emit(
@@ -276,8 +275,8 @@ class BlockFetcher:
             for fetch in [each for each in peer.fetches.values() if each.found is found]:
                 self._finish(peer, fetch, fetch.asked)
 
-    def _tell_done(self, source: Source, cause: str | None) -> None:
+    def _tell_done(self, source: Source) -> None:
         try:
-            self._send(self._peer(source.address), Done(source.place, cause))
+            self._send(self._peer(source.address), Done(source.place))
         except StagesError as error:
             logger.warning("KV-cache blocks cannot be given back: %s", error)

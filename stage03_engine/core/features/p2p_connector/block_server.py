@@ -1,4 +1,4 @@
-"""The producer's end of the links: a thread that keeps blocks until a consumer has them, and sends them to who asks.
+"""The producer's end of the links: a thread that keeps blocks until a consumer has them, and sends them to whoever asks.
 
 The thread has all state. What the steps say comes as letters, which it reads before what came over the network: so a consumer that was told of
 blocks finds them. A block is read where it lies, in the KV cache, while it stays in use; its checksum is made then, so whatever happens to
@@ -40,7 +40,7 @@ FOREIGN = "it is of another model, or has another number format or block size"
 
 
 class Offer(msgspec.Struct):
-    """The blocks of one request, by hash, until when they stay if nobody asks, and those that are named twice.
+    """The blocks of one request by hash, how long they stay if nobody asks, and those that are named twice.
 
     While the request runs they stay: nobody can ask yet, and the rest of a long prompt may take longer than `hold_seconds`."""
 
@@ -84,9 +84,9 @@ class BlockServer:
             self._mail.put(partial(self._hold_on, place))
 
     def freed(self, wait_seconds: float) -> list[int]:
-        """Blocks that need not stay any more; waits so long for one. Raises what has ended the thread."""
+        """Blocks that need not stay any more; waits up to `wait_seconds` for one. Raises what has ended the thread."""
         with self._news:
-            self._news.wait_for(lambda: self._freed or self._error, wait_seconds or 0)
+            self._news.wait_for(lambda: self._freed or self._error, wait_seconds)
             if self._error is not None:
                 raise self._error
             freed, self._freed = self._freed, []
@@ -172,7 +172,7 @@ class BlockServer:
         self._send(peer, end)
 
     def _send(self, peer: bytes, message: Block | End) -> None:
-        """A peer that is gone gets nothing: `hold_seconds` is for those."""
+        """What a peer that is gone should get is dropped; `hold_seconds` frees its blocks."""
         self._listener.socket.send_multipart([peer, encode(message)])
 
     def _release(self, place: int, why: str, cause: str | None) -> None:
@@ -190,7 +190,5 @@ class BlockServer:
     def _expire(self) -> None:
         now = time.monotonic()
         for place in [place for place, offer in self._offers.items() if offer.until <= now]:
-            logger.warning(
-                "Nobody has asked for a request's KV-cache blocks for %.0f s: they are given up.", self._hold
-            )
+            logger.warning("Nobody has asked for a request's KV-cache blocks for %.0f s: they are freed.", self._hold)
             self._release(place, "time over", None)

@@ -13,7 +13,7 @@ import msgspec
 from stage03_engine.core.request import Request
 
 WINDOW = 16
-"""Blocks of one Want. Nobody has more under way for a request, so neither side's memory fills with what the other cannot take yet."""
+"""Blocks of one Want. A request never has more under way, so neither side's memory fills with what the other cannot take yet."""
 
 
 class Want(msgspec.Struct, tag="want", array_like=True):

@@ -59,7 +59,7 @@ class P2pZmqConnectorScheduler(KVConnectorScheduler):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int, may_wait: bool
     ) -> Match | Future[None]:
-        """What has come of what the producer has. Once: after a preemption it has nothing any more."""
+        """What has come from the producer. It is asked once: after a preemption it has nothing left."""
         source, request_id = source_of(request), request.request_id
         if source is None or self._ahead is None or self._fetcher is None:
             return NOTHING
@@ -95,14 +95,14 @@ class P2pZmqConnectorScheduler(KVConnectorScheduler):
         return transfers
 
     def _may_keep(self, request: Request, room: int) -> bool:
-        """Of several API keys none holds more than what is left for the others: however many never ask for their blocks, there is room for
+        """Of several API keys none holds more than it leaves for the others: however many never ask for their blocks, there is room for
         one more."""
         if request.tenant is not None and self._held[request.tenant] >= room:
             self._cut.add(request.request_id)
         return request.request_id not in self._cut
 
     def update_connector_output(self, saved: list[int]) -> None:
-        """Of a block that several keys have kept (--shared-prefix-cache) it does not matter whose turn it is: all are counted once."""
+        """If several keys have kept a block (--shared-prefix-cache), the order does not matter: each is counted down once."""
         for block in saved:
             keepers = self._keepers[block]
             self._held[keepers.pop()] -= 1
@@ -110,7 +110,7 @@ class P2pZmqConnectorScheduler(KVConnectorScheduler):
                 del self._keepers[block]
 
     def _place(self, request_id: str) -> int:
-        """Random: whoever has not been told it cannot give the blocks of somebody else back."""
+        """Random: nobody can give back blocks whose place they were not told."""
         if request_id not in self._kept:
             self._kept[request_id] = secrets.randbits(63)
         return self._kept[request_id]
@@ -133,7 +133,7 @@ class P2pZmqConnectorScheduler(KVConnectorScheduler):
     # Both
 
     def request_finished(self, request: Request) -> None:
-        """Of one that was aborted nobody will ask for blocks. What is on its way is given up, and the producer is told."""
+        """Nobody will ask for the blocks of one that was aborted. What is on its way is given up, and the producer is told."""
         request_id = request.request_id
         place = self._kept.pop(request_id, None)
         if place is not None:

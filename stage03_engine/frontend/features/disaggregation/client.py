@@ -1,7 +1,7 @@
 """The client of engines of which some compute prompts and others go on with them (vLLM: a proxy in front of two servers).
 
-A request goes to a prefill engine first, which ends it with its first token and says where its blocks are; then to a decode engine, which fetches them. One of
-which a decode engine has nearly all goes straight there. The client passes on what the decode engine says. An engine that dies costs time: another one of its kind takes over, a decode engine computes
+A request goes to a prefill engine first, which ends it with its first token and says where its blocks are; then to a decode engine, which fetches them. One
+that a decode engine has nearly all of goes straight there. The client passes on what the decode engine says. An engine that dies costs time: another one of its kind takes over, a decode engine computes
 the prompt itself if there is no prefill engine, and a prefill engine does all of it if there is no decode engine.
 """
 
@@ -81,7 +81,7 @@ class DisaggregatedClient(DPLBAsyncMPClient):
         self.roles = Roles(config, self._folder.path)
         self.max_local_prefill_length: int = config.disaggregation_config.max_local_prefill_length
         logger.info("%s", self.roles)
-        self._prefilling: set[str] = set()  # requests that are, or wait, for their first token
+        self._prefilling: set[str] = set()  # requests whose first token a prefill engine computes, or will
         self._kept: dict[str, Kept | None] = {}  # of requests that a prefill engine is through with; None: no block
         self._queued: dict[str, float] = {}  # seconds that they waited at a prefill engine, until the answer begins
         super().__init__(config, lambda own, index: make_engine(self.roles.of(own, index), index))
@@ -104,8 +104,8 @@ class DisaggregatedClient(DPLBAsyncMPClient):
         return here
 
     def _pays(self, request: EngineCoreRequest, here: Choice | None) -> bool:
-        """Should a prefill engine compute it for `here`? A decode engine can use whole blocks before the last token, of nothing but what the tokens' hashes
-        stand for; and it computes a few tokens sooner itself than it gets them."""
+        """Should a prefill engine compute it for `here`? A decode engine can use only whole blocks before the last token, and only what the tokens' hashes
+        stand for; and a few tokens it computes sooner than it gets them."""
         size, params, length = (
             self._config.cache_config.block_size,
             request.sampling_params,
