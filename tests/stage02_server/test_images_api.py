@@ -620,10 +620,15 @@ def processor_of(folder: Path, tmp_path: Path, **changed: Any) -> Any:
         {"do_pad": True},
         {"do_convert_rgb": False},
         {"image_mean": [0.5]},
+        {"image_mean": 0.5},
+        {"image_mean": True},
+        {"image_mean": [0.5, 0.5, 10**400]},
         {"image_std": [0, 0, 0]},
+        {"image_processor": "CLIPImageProcessor"},
+        {"image_processor": None},
         {"rescale_factor": 2},
     ],
-    ids=str,
+    ids=lambda changed: str(changed)[:40],
 )
 def test_settings_of_pictures_that_are_refused(changed: dict[str, Any], folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="preprocessor_config.json: "):
