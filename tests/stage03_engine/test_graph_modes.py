@@ -217,7 +217,7 @@ def test_a_dry_run_expects_what_the_last_start_took(
         [row] = [row for row in capsys.readouterr().out.splitlines() if row.startswith("  CUDA graphs")]
         return row
 
-    assert "nobody can know how long" in predicted("[1, 2]")
+    assert "time unknown" in predicted("[1, 2]")
     caplog.set_level("INFO")
     settings: dict[str, Any] = {"kv_cache_memory_bytes": 20_000_000, "max_model_len": 64, "skip_tokenizer_init": True}
     asked = {"cudagraph_simulate": True, "cudagraph_capture_sizes": [1, 2], "cache_dir": str(tmp_path)}
@@ -225,8 +225,8 @@ def test_a_dry_run_expects_what_the_last_start_took(
         pass
     [before] = [line for line in caplog.messages if line.startswith("CUDA graphs: ")]
     [after] = [line for line in caplog.messages if line.startswith("Recorded ")]
-    assert "nobody can know how long" in before and "CUDA graphs (piecewise, sizes up to 2) in " in after
+    assert "time unknown" in before and "CUDA graphs (piecewise, sizes up to 2) in " in after
     [noted] = tmp_path.glob("graphs-*.json")
     took = json.loads(noted.read_text())["last"]
     assert f"about {took} s, as the last start took" in predicted("[1, 2]")
-    assert "nobody can know how long" in predicted("[1, 4]")
+    assert "time unknown" in predicted("[1, 4]")
