@@ -72,6 +72,9 @@ def test_a_level_takes_what_it_can_have_and_a_mode_says_what_it_cannot() -> None
     assert recorded(plan_of(optimization_level=2, compilation_config={"mode": 1})) == (True, False)
     assert recorded(plan_of(optimization_level=2, enforce_eager=True)) == (False, False)
     assert plan_of(optimization_level=0, compilation_config={"cudagraph_mode": "PIECEWISE"}).mode == "PIECEWISE"
+    assert recorded(plan_of(optimization_level=1, compilation_config={"mode": 0}, runner="pooling")) == (False, False)
+    tiles: dict[str, Any] = {"batch_invariant": True, "linear_backend": "torch"}
+    assert recorded(plan_of(optimization_level=1, compilation_config={"mode": 0}, **tiles)) == (False, False)
 
 
 CONFLICTS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [

@@ -50,7 +50,9 @@ class Plan:
             getattr(asked, "max_cudagraph_capture_size", None),
         )
         # A level is a wish: what it cannot have is left out. What `cudagraph_mode` asks for was checked.
-        in_pieces = mode in (PIECEWISE, FULL_AND_PIECEWISE) and alone and getattr(asked, "mode", 0) != 1
+        writes, tiles = config.supported_tasks == ("generate",), getattr(device, "batch_invariant", False)
+        can_be_cut = alone and writes and not tiles and getattr(asked, "mode", 0) != 1
+        in_pieces = mode in (PIECEWISE, FULL_AND_PIECEWISE) and can_be_cut
         whole = mode in (FULL_DECODE_ONLY, FULL_AND_PIECEWISE) and device.attention_backend in WHOLE
         full = decode_sizes(scheduler.max_num_seqs, sizes, most) if whole else []
         return cls(
@@ -58,7 +60,7 @@ class Plan:
             full,
             piece_sizes(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, sizes, most) if in_pieces else [],
             config.shape.num_layers,
-            bool(full) and alone and config.supported_tasks == ("generate",),
+            bool(full) and alone and writes,
             getattr(asked, "cudagraph_simulate", False),
         )
 
