@@ -593,7 +593,7 @@ def test_a_link_that_is_put_there_meanwhile_is_not_followed(media: Path, tmp_pat
 
 @pytest.mark.parametrize("given", ["/nowhere/at all", __file__])
 def test_a_folder_that_is_none_is_refused_at_start(given: str, serve: Callable[..., InProcessServer]) -> None:
-    with pytest.raises(ConfigError, match="^allowed_local_media_path: .* is no folder of this machine"):
+    with pytest.raises(ConfigError, match="^allowed_local_media_path: .* is not a folder on this machine"):
         serve(allowed_local_media_path=given)
 
 
