@@ -27,7 +27,7 @@ _CLIP = {
 """transformers leaves out what has its own default."""
 
 
-class LlavaInfo:
+class LlavaProcessingInfo:
     """What is known of LLaVA: all pictures are brought to one size, and so take equally many places."""
 
     placeholder, modalities, runner_hooks = "<image>", ("image",), ()
@@ -49,7 +49,7 @@ class LlavaInfo:
         return int(short * width / height), short
 
     def fitted(self, image: Image) -> Image:
-        """Resized, and the middle of it."""
+        """Resized, then cropped to its middle."""
         settings = self._processor
         if settings.resize is not None:
             image = image.resize(self.resized_size(*image.size), settings.resample)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 LLAVA, QWEN2_VL = "LlavaForConditionalGeneration", "Qwen2VLForConditionalGeneration"
 _CORE = "stage03_engine.core.features.multimodal."
 COUNTS = {
-    "mm_cache_queries": "Pictures that requests came to, and so looked up in the encoder's cache.",
+    "mm_cache_queries": "Pictures that requests reached, and so looked up in the encoder's cache.",
     "mm_cache_hits": "Pictures found there.",
 }
 """Metric -> what it counts."""
@@ -125,7 +125,7 @@ class MultiModalFlags:
                 getattr(config.model_config, "quantization", None) is not None
                 or getattr(config.model_config, "checkpoint_quantization", None) is not None,
                 "quantization",
-                "it was never tried with pictures; leave it out",
+                "it has never been tried with pictures; leave it out",
             ),
         ):
             if asked:
@@ -156,7 +156,7 @@ class MultiModalFlags:
 
 
 def _info(config: VllmConfig) -> ProcessingInfo | None:
-    """None for a model of text alone, whose start need not import who knows the others."""
+    """None for a model of text alone, whose start need not import the registry."""
     if config.shape.image_token is None:
         return None
     from stage03_engine.multimodal.registry import MULTIMODAL_REGISTRY
@@ -171,7 +171,7 @@ def _check_media(config: VllmConfig) -> None:
     for name, count in (media.limit_mm_per_prompt or {}).items():
         if name not in modalities and count != 0:  # "video": 0 is what people write for models that would take some
             raise ConfigError(
-                f"limit_mm_per_prompt: {name!r} is none of what this model takes: {', '.join(modalities)}"
+                f"limit_mm_per_prompt: {name!r} is not among what this model takes: {', '.join(modalities)}"
             )
         if type(count) is not int or count < 0:
             raise ConfigError(f"limit_mm_per_prompt: {name} must be a number of at least 0, not {count!r}")
@@ -182,7 +182,7 @@ def _check_media(config: VllmConfig) -> None:
             )
     folder = media.allowed_local_media_path
     if folder and not os.path.isdir(folder):
-        raise ConfigError(f"allowed_local_media_path: {folder!r} is no folder of this machine")
+        raise ConfigError(f"allowed_local_media_path: {folder!r} is not a folder on this machine")
 
 
 FEATURE = Feature(
@@ -201,10 +201,10 @@ FEATURE = Feature(
         Part("params", "stage03_engine.params.multimodal:ImagePlaces"),
         Part("architecture", ".llava:read_llava", key=LLAVA, model_type="llava"),
         Part("model", _CORE + "llava:LlavaForConditionalGeneration", key=LLAVA),
-        Part("engine", ".llava:LlavaInfo", key=f"multimodal:{LLAVA}"),
+        Part("engine", ".llava:LlavaProcessingInfo", key=f"multimodal:{LLAVA}"),
         Part("architecture", ".qwen2_vl:read_qwen2_vl", key=QWEN2_VL, model_type="qwen2_vl"),
         Part("model", _CORE + "qwen2_vl:Qwen2VLForConditionalGeneration", key=QWEN2_VL),
-        Part("engine", ".qwen2_vl:Qwen2VLInfo", key=f"multimodal:{QWEN2_VL}"),
+        Part("engine", ".qwen2_vl:Qwen2VLProcessingInfo", key=f"multimodal:{QWEN2_VL}"),
         Part("engine", ".qwen2_vl:with_kwargs", key="config_json", flags=("mm_processor_kwargs",)),
         Part("engine", "stage03_engine.frontend.features.image_prompts:image_prompt", key="prompt:multi_modal_data"),
         Part("counts", ".manifest:COUNTS"),

@@ -30,6 +30,8 @@ def processor_file(config: Config) -> Config:
         config.refuse(f"there is no {_FILES[0]} beside it, which says how pictures are prepared")
     file, values = copy(config), read_json(path)
     file.path, file.values = path, values.get("image_processor", values)
+    if not isinstance(file.values, dict):
+        file.refuse(f"image_processor must be an object, not {file.values!r}")
     file.only({"do_convert_rgb": (True, None), "resample": (0, 1, 2, 3, 4, 5)})
     return file
 
@@ -47,7 +49,8 @@ def pixel_values(file: Config) -> PixelValues:
 
 def _three(file: Config, key: str, default: tuple[float, ...]) -> tuple[float, ...]:
     given = file.values.get(key) or default
-    if len(given) != 3 or not all(type(number) in (int, float) for number in given):
+    three = isinstance(given, (list, tuple)) and len(given) == 3
+    if not three or not all(type(number) in (int, float) and abs(number) < 1e6 for number in given):
         file.refuse(f"{key} must hold a number for each of the three channels, not {given!r}")
     if key == "image_std" and not all(given):
         file.refuse("image_std must not hold 0")

@@ -1,7 +1,7 @@
 """Qwen2-VL's files, and how large its pictures are (Wang et al. 2024, "Qwen2-VL: Enhancing Vision-Language Model's Perception of the World at
 Any Resolution"; vllm/model_executor/models/qwen2_vl.py, Qwen2VLProcessingInfo). Imports no torch.
 
-A picture keeps its proportions, and within two bounds its size; so many squares as it has, so many places it takes in the prompt.
+A picture keeps its proportions, and within two bounds its size; it takes as many places in the prompt as it has units.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SIZE = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
 """transformers leaves out what has its own default. The edges of a size are numbers of pixels here."""
 
 
-class Qwen2VLInfo:
+class Qwen2VLProcessingInfo:
     """What is known of Qwen2-VL."""
 
     placeholder, modalities = "<|vision_start|><|image_pad|><|vision_end|>", ("image",)

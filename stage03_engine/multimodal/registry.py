@@ -30,10 +30,10 @@ class ProcessingInfo(Protocol):
         """(width, height) that a picture of this size is resized to. Raises ValueError, which says why, for one that is not taken."""
 
     def fitted(self, image: Image) -> Image:
-        """What the encoder sees of a picture, which is in RGB. Raises as `resized_size`."""
+        """What the encoder sees of a picture in RGB. Raises as `resized_size`."""
 
     def num_tokens(self, width: int, height: int) -> int:
-        """How many places a picture takes in a prompt that is as large as this once it is fitted; 0 if none can be."""
+        """How many places of a prompt a fitted picture of this size takes; 0 for a size that no fitted picture has."""
 
 
 class MultiModalRegistry:

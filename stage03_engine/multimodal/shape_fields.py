@@ -1,4 +1,4 @@
-"""What the shape of a model that sees holds besides: its vision tower, and how a picture becomes the tower's input."""
+"""What the shape of a model that sees holds as well: its vision tower, and how a picture becomes the tower's input."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class VisionShape:
 
 @dataclass(frozen=True)
 class Qwen2ImageProcessorConfig:
-    """The settings of transformers' Qwen2VLImageProcessor. A picture keeps its proportions, and about its size."""
+    """The settings of transformers' Qwen2VLImageProcessor. A picture keeps its proportions, and roughly its size."""
 
     min_pixels: int  # a smaller picture grows
     max_pixels: int  # a larger one shrinks
@@ -91,4 +91,4 @@ class MultiModalShape:
     image_token: int | None = None  # id of the token that stands for a picture in a prompt; None: text alone
     vision: VisionShape | None = None
     qwen2_vision: Qwen2VisionShape | None = None
-    mrope_section: tuple[int, ...] = ()  # pairs of a head that turn with each component of a position; (): it has one
+    mrope_section: tuple[int, ...] = ()  # pairs of a head that turn with each component of a position; (): only one

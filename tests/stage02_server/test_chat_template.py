@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
 import logging
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import pytest
 from patience import PATIENCE
 from server_under_test import InProcessServer, ServerProcess, events
 
+from stage02_server.features.chat_template.framing import read_message, write_message
 from stage02_server.features.chat_template.renderer import TemplateRenderer
 from stage03_engine.errors import ConfigError, InvalidRequestError
 
@@ -279,6 +281,16 @@ def test_a_renderer_that_was_stopped_holds_nobody_up() -> None:
     assert not stopped.is_running()
     del renderer
     assert not set(renderers()) - set(before)
+
+
+def test_a_message_that_breaks_off_anywhere_is_the_end_of_the_pipe() -> None:
+    """As when a process is killed while it answers: any other error would be a 500, and the process not replaced."""
+    whole = io.BytesIO()
+    write_message(whole, ["", "x" * 40])
+    for size in range(len(whole.getvalue())):
+        with pytest.raises(EOFError):
+            read_message(io.BytesIO(whole.getvalue()[:size]))
+    assert read_message(io.BytesIO(whole.getvalue())) == ["", "x" * 40]
 
 
 def test_errors_show_no_address(trusting: InProcessServer) -> None:

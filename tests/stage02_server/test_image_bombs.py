@@ -24,7 +24,7 @@ from stage02_server.features.images.decoder import ImageDecoder
 from stage02_server.features.images.process import NICENESS, Settings
 from stage03_engine.errors import InvalidRequestError
 from stage03_engine.model_shape import ModelShape
-from stage03_engine.multimodal.llava import LlavaInfo
+from stage03_engine.multimodal.llava import LlavaProcessingInfo
 from stage03_engine.multimodal.shape_fields import ImageProcessorConfig, PixelValues, VisionShape
 from stage03_engine.params.multimodal import Picture
 
@@ -207,6 +207,9 @@ def test_any_damage_is_a_picture_or_one_line(file: bytes, data: st.DataObject) -
         damaged[data.draw(st.integers(0, len(file) - 1))] = data.draw(st.integers(0, 255))
     del damaged[data.draw(st.integers(1, len(file))) :]
     try:
-        assert len(prepared(bytes(damaged), MAX_BYTES, 1 << 20, MAX_TOKENS, LlavaInfo(SHAPE)).data) == SIDE * SIDE * 3
+        assert (
+            len(prepared(bytes(damaged), MAX_BYTES, 1 << 20, MAX_TOKENS, LlavaProcessingInfo(SHAPE)).data)
+            == SIDE * SIDE * 3
+        )
     except InvalidRequestError as error:
         assert "\n" not in str(error)

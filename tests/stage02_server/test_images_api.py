@@ -593,7 +593,7 @@ def test_a_link_that_is_put_there_meanwhile_is_not_followed(media: Path, tmp_pat
 
 @pytest.mark.parametrize("given", ["/nowhere/at all", __file__])
 def test_a_folder_that_is_none_is_refused_at_start(given: str, serve: Callable[..., InProcessServer]) -> None:
-    with pytest.raises(ConfigError, match="^allowed_local_media_path: .* is no folder of this machine"):
+    with pytest.raises(ConfigError, match="^allowed_local_media_path: .* is not a folder on this machine"):
         serve(allowed_local_media_path=given)
 
 
@@ -620,10 +620,15 @@ def processor_of(folder: Path, tmp_path: Path, **changed: Any) -> Any:
         {"do_pad": True},
         {"do_convert_rgb": False},
         {"image_mean": [0.5]},
+        {"image_mean": 0.5},
+        {"image_mean": True},
+        {"image_mean": [0.5, 0.5, 10**400]},
         {"image_std": [0, 0, 0]},
+        {"image_processor": "CLIPImageProcessor"},
+        {"image_processor": None},
         {"rescale_factor": 2},
     ],
-    ids=str,
+    ids=lambda changed: str(changed)[:40],
 )
 def test_settings_of_pictures_that_are_refused(changed: dict[str, Any], folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="preprocessor_config.json: "):

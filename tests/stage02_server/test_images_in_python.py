@@ -216,7 +216,7 @@ def test_an_address_in_a_prompt_is_no_picture(open_llm: LLM) -> None:
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"limit_mm_per_prompt": {"image": -1}}, "limit_mm_per_prompt: image must be a number of at least 0"),
-    ({"limit_mm_per_prompt": {"video": 1}}, "limit_mm_per_prompt: 'video' is none of what this model takes"),
+    ({"limit_mm_per_prompt": {"video": 1}}, "limit_mm_per_prompt: 'video' is not among what this model takes"),
     ({"allowed_media_domains": ["http://a"]}, "allowed_media_domains: 'http://a' is not a host name"),
     ({"allowed_local_media_path": "/nowhere"}, "allowed_local_media_path: '/nowhere' is no folder"),
     ({"media_fetch_seconds": 0}, "media_fetch_seconds"),

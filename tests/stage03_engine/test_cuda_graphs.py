@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import os
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +21,7 @@ from stage03_engine.core.features.cuda_graphs import graph_hook, native_graphs
 from stage03_engine.core.features.cuda_graphs.cuda_graphs import CudaGraphs, DecodeGraphs, whole
 from stage03_engine.core.features.cuda_graphs.graph_hook import CudaGraphHook
 from stage03_engine.core.features.cuda_graphs.modes import decode_sizes
+from stage03_engine.core.features.cuda_graphs.plan import Plan
 from stage03_engine.core.features.cuda_graphs.warm_up import warm_up
 from stage03_engine.core.features.memory_profile import memory_profile
 from stage03_engine.core.features.memory_profile.memory_profile import (
@@ -194,15 +195,29 @@ class FakeCuda:
         self.order: list[str] = []
         for name in ("Stream", "current_stream", "empty_cache", "synchronize"):
             monkeypatch.setattr(torch.cuda, name, MagicMock())
-        monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+        self.on_its_stream = False
+        monkeypatch.setattr(torch.cuda, "stream", self.stream)
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: object())
         monkeypatch.setattr(torch.cuda, "CUDAGraph", self.graph)
 
     def graph(self) -> MagicMock:
         graph = MagicMock()
         graph.capture_begin = lambda pool: self.pools.append(pool) or self.order.append("begin")
-        graph.capture_end = lambda: self.order.append("end")
+        graph.capture_end = self.end
         return graph
+
+    @contextmanager
+    def stream(self, stream: object) -> Iterator[None]:
+        self.on_its_stream = True
+        try:
+            yield
+        finally:
+            self.on_its_stream = False
+
+    def end(self) -> None:
+        self.order.append("end")
+        if not self.on_its_stream:
+            raise RuntimeError("Capture must end on the same stream it began on.")
 
 
 def test_all_graphs_record_into_one_pool_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,6 +265,21 @@ def test_graphs_are_reserved_for_before_the_cache_is_sized(monkeypatch: pytest.M
     monkeypatch.setattr(runner, "device", MagicMock(type="cuda"))
     monkeypatch.setattr(runner, "new_kv_caches", lambda blocks, device: [])
     assert hook.reserved_bytes() == 540
+    assert recorded == [[16], [8, 16]]
+
+
+def test_pieces_alone_are_reserved_for_too(monkeypatch: pytest.MonkeyPatch, runner: Any) -> None:
+    """No decode step is recorded whole then, so no graph has a sampler."""
+    FakeCuda(monkeypatch)
+    recorded: list[list[int]] = []
+    monkeypatch.setattr(graph_hook, "free_bytes", lambda: 0)
+    monkeypatch.setattr(graph_hook, "PiecewiseGraphs", lambda model, caches, sizes, *rest: recorded.append(sizes))
+    hook = CudaGraphHook(runner, runner.config)
+    asked = {"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [1, 8, 16]}
+    hook.plan = Plan.of(EngineArgs.from_kwargs(model="gpt2-tiny", device="cuda", compilation_config=asked))
+    monkeypatch.setattr(runner, "device", MagicMock(type="cuda"))
+    monkeypatch.setattr(runner, "new_kv_caches", lambda blocks, device: [])
+    assert hook.reserved_bytes() == 0
     assert recorded == [[16], [8, 16]]
 
 

@@ -72,6 +72,9 @@ def test_a_level_takes_what_it_can_have_and_a_mode_says_what_it_cannot() -> None
     assert recorded(plan_of(optimization_level=2, compilation_config={"mode": 1})) == (True, False)
     assert recorded(plan_of(optimization_level=2, enforce_eager=True)) == (False, False)
     assert plan_of(optimization_level=0, compilation_config={"cudagraph_mode": "PIECEWISE"}).mode == "PIECEWISE"
+    assert recorded(plan_of(optimization_level=1, compilation_config={"mode": 0}, runner="pooling")) == (False, False)
+    tiles: dict[str, Any] = {"batch_invariant": True, "linear_backend": "torch"}
+    assert recorded(plan_of(optimization_level=1, compilation_config={"mode": 0}, **tiles)) == (False, False)
 
 
 CONFLICTS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
@@ -217,7 +220,7 @@ def test_a_dry_run_expects_what_the_last_start_took(
         [row] = [row for row in capsys.readouterr().out.splitlines() if row.startswith("  CUDA graphs")]
         return row
 
-    assert "nobody can know how long" in predicted("[1, 2]")
+    assert "time unknown" in predicted("[1, 2]")
     caplog.set_level("INFO")
     settings: dict[str, Any] = {"kv_cache_memory_bytes": 20_000_000, "max_model_len": 64, "skip_tokenizer_init": True}
     asked = {"cudagraph_simulate": True, "cudagraph_capture_sizes": [1, 2], "cache_dir": str(tmp_path)}
@@ -225,8 +228,8 @@ def test_a_dry_run_expects_what_the_last_start_took(
         pass
     [before] = [line for line in caplog.messages if line.startswith("CUDA graphs: ")]
     [after] = [line for line in caplog.messages if line.startswith("Recorded ")]
-    assert "nobody can know how long" in before and "CUDA graphs (piecewise, sizes up to 2) in " in after
+    assert "time unknown" in before and "CUDA graphs (piecewise, sizes up to 2) in " in after
     [noted] = tmp_path.glob("graphs-*.json")
     took = json.loads(noted.read_text())["last"]
     assert f"about {took} s, as the last start took" in predicted("[1, 2]")
-    assert "nobody can know how long" in predicted("[1, 4]")
+    assert "time unknown" in predicted("[1, 4]")

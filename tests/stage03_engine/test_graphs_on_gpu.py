@@ -26,7 +26,7 @@ def test_other_tokens_are_the_exit_code(monkeypatch: pytest.MonkeyPatch, capsys:
     found = iter([{"answers": [[1, 2]], "steps": {}}, {"answers": [[1, 3]], "steps": {}}])
     monkeypatch.setattr(confirm, "child", lambda asked: next(found))
     assert confirm.main(["--simulate"]) == 1
-    assert "OTHERS" in capsys.readouterr().out
+    assert "DIFFERENT" in capsys.readouterr().out
     monkeypatch.setattr(confirm, "child", lambda asked: {"error": "out of memory"})
     assert confirm.main(["--simulate"]) == 1
     assert "out of memory" in capsys.readouterr().out

@@ -11,11 +11,11 @@ Stream = IO[bytes] | io.BufferedRWPair | io.BufferedReader
 
 
 def read_message(stream: Stream) -> Any:
-    """The next message. Raises EOFError when the other side is gone."""
+    """The next message. Raises EOFError when the other side is gone, also in the middle of a message."""
     head = stream.read(4)
-    if len(head) < 4:
+    size = int.from_bytes(head, "little")
+    if len(head) < 4 or len(body := stream.read(size)) < size:
         raise EOFError
-    body = stream.read(int.from_bytes(head, "little"))
     return msgspec.msgpack.decode(body)
 
 

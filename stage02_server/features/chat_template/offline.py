@@ -46,7 +46,7 @@ def chat(
     kind = find("server", "offline_images") if any(map(_has_parts, chats)) else None
     images = None if kind is None else kind(llm)
     if images is not None:
-        chats = [images.with_those_of_pillow(each) for each in chats]
+        chats = [images.with_pillow_images(each) for each in chats]
     try:
         checked, given = [_CHAT.validate_python(each) for each in chats], _FIELDS.validate_python(fields)
     except ValidationError as error:

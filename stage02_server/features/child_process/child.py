@@ -35,7 +35,7 @@ class ChildProcess:
         return self.process is not None and self.process.poll() is None
 
     def start(self) -> None:
-        """A new one, in place of the one that there is. Raises OSError."""
+        """Start a new process in place of the old one. Raises OSError."""
         self.end()
         pipe = subprocess.PIPE
         with signals_are_ours():
@@ -44,8 +44,8 @@ class ChildProcess:
 
     @contextmanager
     def pipes(self, silent_seconds: float) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-        """(to it, from it), while the `with` block waits for it; one that is silent for so long is killed, and the pipes close. So both may
-        raise EOFError or OSError, after which `end` says why."""
+        """(to it, from it), while the `with` block waits for it. A process that is silent for so long is killed, which closes the pipes: then
+        whoever uses them gets EOFError or OSError, and `end` says why."""
         process = self.process
         assert process is not None and process.stdin is not None and process.stdout is not None
         with killed_after(process, silent_seconds):
@@ -57,7 +57,7 @@ class ChildProcess:
             running.kill()
 
     def end(self) -> bool:
-        """It is killed and reaped, if it has not ended. True: what it did took too long, and the system has ended it (SIGPROF)."""
+        """Kill it, if it still runs, and reap it. True: the system had ended it, because what it did took too long (SIGPROF)."""
         if (ended := self.process) is None:
             return False
         self.process = None

@@ -12,8 +12,8 @@ from stage03_engine.plugins import find
 
 
 class HeldBytes:
-    """The bytes of one thing in all unfinished requests, `most` together. One of several API keys has half of them at most, and without several keys an address, so
-    that the others find room; a request that comes alone for its key, or address, may have all."""
+    """The bytes of one thing in all unfinished requests, `most` together. One of several API keys may hold half of them, so that the others find room; without
+    several keys, an address may. A request whose key or address holds nothing else may have all."""
 
     def __init__(self, what: str, most: int, flag: str) -> None:
         self._what, self._most, self._flag = what, most, flag
@@ -22,7 +22,7 @@ class HeldBytes:
         self._of_askers: Counter[int | str | None] = Counter()
 
     def hold(self, size: int) -> Hold:
-        """So many more, for the key or address of the request that is being handled. Raises APIError 429 if there is no room for them."""
+        """Hold so many more, for the key or address of the request that is being handled. Raises APIError 429 if there is no room for them."""
         hold = Hold(self, self._asker())
         hold.become(size)
         return hold
@@ -32,8 +32,8 @@ class HeldBytes:
         self._count(-held, asker)
         if size and size > self._room(asker):
             message = (
-                f"Unfinished requests hold {self.number} bytes of {self._what}, and with this one it would be more than "
-                f"{self._most} ({self._flag}), or than half of them for one API key or address; try again later."
+                f"Unfinished requests hold {self.number} bytes of {self._what}; with this one they would hold more than "
+                f"{self._most} ({self._flag}), or one API key or address more than half of that; try again later."
             )
             raise APIError(429, "RateLimitError", message, headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
         self._count(size, asker)
@@ -58,13 +58,13 @@ class Hold:
         self._finalizer: weakref.finalize | None = None
 
     def become(self, size: int) -> None:
-        """It is so large from now on. Raises APIError 429 if there is no room for so many, and then holds nothing."""
+        """Hold `size` bytes from now on. Raises APIError 429 if there is no room for so many, and then holds none."""
         before, self._size = self._size, 0
         self._held.change(self._asker, before, size)
         self._size = size
 
     def pass_on(self, owner: object) -> None:
-        """It is held until `owner` is garbage-collected, instead of the block or the owner before."""
+        """Hold them until `owner` is garbage-collected, rather than until the block ends or the owner before is."""
         if self._finalizer is not None:
             self._finalizer.detach()
         self._finalizer = weakref.finalize(owner, self.become, 0)

@@ -54,7 +54,7 @@ def _plain(text: str, max_bytes: int) -> bytes:
 
 
 def _check_size(width: int, height: int, max_pixels: int, max_tokens: int, info: ProcessingInfo) -> None:
-    """Of the picture, and of what it becomes before it is cropped: a long thin one would grow, and a large one fills the context."""
+    """Check its size, and the one that it is resized to before it is cropped: a long thin picture would grow, and a large one fill the context."""
     if not width or not height:
         raise refused("has no pixels")
     if width * height > max_pixels:

@@ -16,7 +16,7 @@ from stage03_engine.params.multimodal import Picture
 from stage03_engine.plugins import find
 
 CPU_SECONDS = 5.0  # for one picture: the largest that the limits allow takes about one
-SILENT_SECONDS = 4 * CPU_SECONDS  # after which the process has been stopped, or gets no turn
+SILENT_SECONDS = 4 * CPU_SECONDS  # a process that is silent for longer was stopped, or gets no CPU time
 
 
 class ImageDecoder:
@@ -30,7 +30,7 @@ class ImageDecoder:
         self._child = ChildProcess("stage02_server.features.images.process")
 
     async def decode(self, data: bytes | str | Callable[[], bytes]) -> Picture:
-        """A file, its base64, or what reads it, in the thread. Raises InvalidRequestError whatever the file does."""
+        """`data`: a file, its base64, or a function that reads it, called in the thread. Raises InvalidRequestError whatever the file does."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._decode, data)
 
     def _decode(self, data: bytes | str | Callable[[], bytes]) -> Picture:

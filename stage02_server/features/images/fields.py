@@ -18,12 +18,12 @@ class ImageURL(BaseModel):
         description="A data: URL with base64, an address at one of --allowed-media-domains, or a file:/// URL below --allowed-local-media-path."
     )
     detail: Text | None = Field(
-        default=None, description="Accepted, and not used: how large an image is to the model, its files say."
+        default=None, description="Accepted, and not used: the model's files say how large it sees an image."
     )
 
 
 class ImagePart(ContentKind):
-    """Its picture is loaded before the prompt is made, where the model sees."""
+    """Its picture is loaded before the prompt is made, if the model sees."""
 
     image_url: ImageURL | Text | None = Field(default=None, description="The image of a part of type image_url.")
     _picture: Picture | None = PrivateAttr(default=None)
@@ -52,7 +52,7 @@ class ImagePart(ContentKind):
         return self._hold
 
     def loaded(self, picture: Picture, placeholder: str, hold: Any = None) -> None:
-        """It is there; `placeholder` stands for it in the prompt."""
+        """Keep the picture; `placeholder` stands for it in the prompt."""
         self._picture, self._placeholder, self._hold = picture, placeholder, hold
 
     def as_text(self) -> str | None:
@@ -61,7 +61,7 @@ class ImagePart(ContentKind):
             return None
         if self._picture is None:
             raise InvalidRequestError(
-                "image_url: this is not a multimodal model, or a route that takes texts alone; leave the image out.",
+                "image_url: this is not a multimodal model, or the route takes text alone; leave the image out.",
                 "messages",
             )
         return self._placeholder

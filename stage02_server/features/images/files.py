@@ -1,8 +1,8 @@
 """Pictures of this machine's disk, as file: URLs (vllm/multimodal/media/connector.py, _load_file_url).
 
 A client says which file to read, so it could have the server read what only the server may. Therefore: only below the one folder that the operator names; no
-link on the way there, and none at its end, also one that is put there while it is looked at; plain files alone; no more bytes than allowed, by what the
-file system says before any is read. (vLLM resolves the links of the path, and compares where it ends.)
+link on the way there or at its end, not even one that is put there during the check; regular files only; no more bytes than allowed, by the size that the
+file system gives before any is read. (vLLM resolves the links of the path, and compares where it ends.)
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class LocalFiles:
-    """Reads below `folder`, resolved now: a link in the folder's own path may change later without effect. None or an empty text: reads nothing."""
+    """Reads below `folder`, resolved now: a link in the folder's own path may change later without effect. None or empty: it reads nothing."""
 
     def __init__(self, folder: str | None, max_bytes: int) -> None:
         self._folder = os.fsencode(os.path.realpath(folder)) if folder else None
@@ -63,9 +63,8 @@ class LocalFiles:
             here = _entered(steps, folder)
             for name in names[:-1]:
                 here = _entered(steps, name, here)
-            self._check(
-                os.stat(names[-1], dir_fd=here, follow_symlinks=False)
-            )  # a device may do something when it is opened
+            # Before it is opened: a device may do something when it is.
+            self._check(os.stat(names[-1], dir_fd=here, follow_symlinks=False))
             with open(os.open(names[-1], _FILE, dir_fd=here), "rb") as file:
                 self._check(os.fstat(file.fileno()))
                 data = file.read(self._max_bytes + 1)
@@ -75,7 +74,7 @@ class LocalFiles:
 
     def _check(self, found: os.stat_result) -> None:
         if not stat.S_ISREG(found.st_mode):
-            raise OSError("no plain file")
+            raise OSError("not a regular file")
         if found.st_size > self._max_bytes:
             raise self._too_large(found.st_size)
 

@@ -30,7 +30,7 @@ class OfflineImages:
         self._info: ProcessingInfo | None = None if shape.image_token is None else MULTIMODAL_REGISTRY.info(shape)
         self._loader: ImageLoader | None = None
 
-    def with_those_of_pillow(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    def with_pillow_images(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """The same messages, in which {"type": "image_pil", "image_pil": image} is a part that is loaded. Raises InvalidRequestError."""
         return [
             message | {"content": [self._ready(part) for part in message["content"]]}
@@ -60,7 +60,7 @@ class OfflineImages:
         return [part.picture for part in parts]
 
     def _loader_of_files(self) -> ImageLoader:
-        """Of this call, whose event loop is its own."""
+        """Made for this call, because each call has its own event loop."""
         if self._loader is None:
             self._loader = ImageLoader(self._llm.vllm_config, _decoders.get(self._llm))
             _decoders[self._llm] = self._loader.decoder

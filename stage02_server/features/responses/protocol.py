@@ -40,7 +40,9 @@ class InputPart(BaseModel):
         default=None,
         description="Of an input_image: a data: URL with base64, an address at one of --allowed-media-domains, or a file:/// URL below --allowed-local-media-path.",
     )
-    detail: Text | None = Field(default=None, description="Accepted, and not used: all images are brought to one size.")
+    detail: Text | None = Field(
+        default=None, description="Accepted, and not used: the model's files say how large it sees an image."
+    )
 
     def as_chat(self, types: tuple[str, ...]) -> ContentPart:
         """The part as a chat knows it. Raises InvalidRequestError if it is of none of these types, or incomplete."""

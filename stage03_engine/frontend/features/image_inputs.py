@@ -36,7 +36,7 @@ class ImagePlaces(InputHook):
 
 
 def places_of(pictures: Iterable[Picture], shape: ModelShape) -> tuple[int, ...]:
-    """How many each takes: `image_places`."""
+    """How many places each takes, for `image_places`."""
     info = MULTIMODAL_REGISTRY.info(shape)
     return tuple(info.num_tokens(picture.width, picture.height) for picture in pictures)
 

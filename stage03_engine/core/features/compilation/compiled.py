@@ -123,9 +123,8 @@ class CompiledModelHook(RunnerHook):
         return model
 
     def _whole(self, model: LanguageModel, layers: list[Any]) -> Callable[..., Tensor]:
-        torch._dynamo.config.specialize_float = (
-            True  # a layer's scale is a constant: as an input it would be a tensor, made anew in each step
-        )
+        # A layer's scale is a constant: as an input it would be a tensor, made anew in each step.
+        torch._dynamo.config.specialize_float = True
         step, number, original, none = _Step(), len(_steps), model.forward, [None] * len(layers)
         _steps.append(step)
         for place, layer in enumerate(layers):

@@ -31,7 +31,7 @@ class Took(msgspec.Struct):
 
 
 def _file(config: VllmConfig, what: str, more: tuple[object, ...]) -> Path | None:
-    """One file for each model, number format, mode, backend, device and torch (and for what else is said to matter); in `cache_dir`, or in the folder of compiled libraries. None without one."""
+    """One file for each model, number format, mode, backend, device and torch, and for whatever else `more` holds; in `cache_dir`, or in the folder of compiled libraries. None without one."""
     settings = config.compilation_config
     if settings.cache_dir is None and not is_there(_CACHE):
         return None

@@ -134,7 +134,7 @@ def main(words: list[str] | None = None) -> int:
         first = first or exact.get("answers")
         agrees = "error" not in exact and exact["answers"] == first
         same = same and agrees and "error" not in timed
-        said = exact.get("error") or timed.get("error") or ("the same" if agrees else "OTHERS")
+        said = exact.get("error") or timed.get("error") or ("the same" if agrees else "DIFFERENT")
         times = [timed.get("decode_ms", {}).get(count, "-") for count in ("1", "8", "32")]
         steps = " ".join(f"{name} {count}" for name, count in timed.get("steps", {}).items()) or "-"
         rows.append(

@@ -50,20 +50,22 @@ class CudaGraphs:
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """On a stream of its own; Python's garbage waits, because to free memory of the device is not allowed while a graph is recorded."""
+        """On a stream of its own. Python's garbage waits, because no memory of the device may be freed while a graph is recorded."""
         torch.cuda.synchronize()
         gc.collect()
         torch.cuda.empty_cache()
+        self._stream.wait_stream(torch.cuda.current_stream())
         was = gc.isenabled()
         gc.disable()
-        self._stream.wait_stream(torch.cuda.current_stream())
         try:
             with torch.cuda.stream(self._stream):
-                yield
-        finally:
-            if self._open is not None:  # something was raised within it
-                self.end()
+                try:
+                    yield
+                finally:
+                    if self._open is not None:  # something was raised while it was recorded
+                        self.end()  # CUDA allows it on this stream alone
             torch.cuda.current_stream().wait_stream(self._stream)
+        finally:
             if was:
                 gc.enable()
 

@@ -1,9 +1,9 @@
 """Mixed steps as pieces (vllm/compilation/piecewise_backend.py and cuda_graph.py; `splitting_ops` in vllm/config/compilation.py).
 
-How attention is cut into launches depends on the requests of a step, so no graph can hold it. All else of a layer works row by row, and depends on the number of rows alone. So the model is cut at
+How attention is cut into launches depends on the requests of a step, so no graph can hold it. All else in a layer works row by row, and depends on the number of rows alone. So the model is cut at
 attention: what lies before the first, between any two, and after the last is a graph each, recorded for some numbers of tokens; a step is padded to the next of them, and attention runs in between as ever, on the step's own metadata.
 
-What crosses the cut lies at fixed addresses: a piece ends by copying queries, keys and values side by side to one place, attention's result is copied to another, from where the next piece reads. All layers and
+What crosses the cut lies at fixed addresses: a piece ends by copying queries, keys and values side by side to one place, attention's result is copied to another, from which the next piece reads. All layers and
 all sizes share the two places, for no two of them are in use at once. vLLM cuts the compiler's graph; here the model itself is interrupted, while it runs for the recording. So it makes no difference whether torch.compile has been there before.
 
 Invariant: attention, and with it the KV cache, only ever sees the rows of the step. Rows of padding pass through the pieces with what an earlier step left there, and nobody reads what becomes of them.
@@ -144,8 +144,8 @@ class PiecewiseGraphs:
 
 @contextmanager
 def _cut(model: LanguageModel, attend: Callable[..., Tensor]) -> Iterator[None]:
-    """While this lasts, `attend(own, query, ...)` is called in the place of each layer's attention. Where torch.compile has put an operation there, it is
-    what this operation calls that changes (`within`)."""
+    """While this lasts, `attend(own, query, ...)` is called in the place of each layer's attention. Where torch.compile has put an operation there, what
+    this operation calls is replaced (`within`)."""
     places: list[tuple[Any, str, Any]] = []
     for layer in model.modules():
         own = getattr(layer, "attention", None)

@@ -33,7 +33,7 @@ class Plan:
     full: list[int]
     pieces: list[int]
     num_layers: int
-    sampler: bool
+    sampler: bool  # is it in the graphs of decode steps?
     simulate: bool
 
     @classmethod
@@ -50,14 +50,17 @@ class Plan:
             getattr(asked, "max_cudagraph_capture_size", None),
         )
         # A level is a wish: what it cannot have is left out. What `cudagraph_mode` asks for was checked.
-        in_pieces = mode in (PIECEWISE, FULL_AND_PIECEWISE) and alone and getattr(asked, "mode", 0) != 1
-        full = mode in (FULL_DECODE_ONLY, FULL_AND_PIECEWISE) and device.attention_backend in WHOLE
+        writes, tiles = config.supported_tasks == ("generate",), getattr(device, "batch_invariant", False)
+        can_be_cut = alone and writes and not tiles and getattr(asked, "mode", 0) != 1
+        in_pieces = mode in (PIECEWISE, FULL_AND_PIECEWISE) and can_be_cut
+        whole = mode in (FULL_DECODE_ONLY, FULL_AND_PIECEWISE) and device.attention_backend in WHOLE
+        full = decode_sizes(scheduler.max_num_seqs, sizes, most) if whole else []
         return cls(
             mode,
-            decode_sizes(scheduler.max_num_seqs, sizes, most) if full else [],
+            full,
             piece_sizes(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, sizes, most) if in_pieces else [],
             config.shape.num_layers,
-            alone and config.supported_tasks == ("generate",),
+            bool(full) and alone and writes,
             getattr(asked, "cudagraph_simulate", False),
         )
 
@@ -90,7 +93,7 @@ class Plan:
             whole = "with the sampler" if self.sampler else "without the sampler"
             parts.append(f"decode steps of {len(self.full)} sizes up to {self.full[-1]} requests, {whole}")
         took = load(_MEASURED + ":recall")(config, "graphs", self._matters) if is_there(_MEASURED) else None
-        how_long = load(_MEASURED + ":expected")(took) if took else "nobody can know how long"
+        how_long = load(_MEASURED + ":expected")(took) if took else "time unknown"
         name = "CUDA graphs, simulated" if self.simulate else "CUDA graphs"
         runs = f"{self.num_runs} runs of the model before the first request, {how_long}"
         return name, f"{self.num_graphs} graphs: {'; '.join(parts)}", f"{self.mode}: {runs}"

@@ -1,7 +1,7 @@
 """The sampler in the graph of a decode step: its settings lie at fixed addresses, as the step's other inputs do.
 
 vLLM ends its graphs with the hidden states. Here logits and the draw follow in the same graph, because for a small model they are as many launches as a layer. The draw is the fused one: a greedy
-row, and a row without top-k, differ by their numbers alone. What changes logits in between (grammars, penalties, a class of the user's) leaves the graph's tokens aside: such a step samples again, from the graph's logits.
+row, and a row without top-k, differ by their numbers alone. Where something changes the logits in between (grammars, penalties, a class of the user's), the graph's tokens do not count: such a step samples again, from the graph's logits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Sampler = Callable[[Tensor, SamplingMetadata, str], SamplerOutput]
 
 
 class FixedSettings:
-    """A row of each setting for the largest batch; a graph of fewer rows reads their beginning."""
+    """Each setting, for every row of the largest batch; a graph of fewer rows reads the first of them."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
         def column(value: float, dtype: torch.dtype) -> Tensor:

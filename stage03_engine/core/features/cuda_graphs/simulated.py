@@ -2,9 +2,9 @@
 
 A CUDA graph keeps launches with the addresses that they had. So does this: while a function runs once, each operation of torch's, and each launch of a Triton kernel under its
 interpreter, is written down with the memory of its arguments, and a replay does them again on that memory. Python runs only while it is recorded. What it shows: that whatever changes between steps lies at a
-fixed address and is copied there, and that no number of the first step has stayed in the graph. What it does not: speed, and what a GPU's allocator does with memory that is shared.
+fixed address and is copied there, and that no number of the first step has stayed in the graph. What it does not show: speed, and what a GPU's allocator does with memory that is shared.
 
-Like a graph, a recording owns what it allocated and nothing else. Who owns the rest must keep it, at its place.
+Like a graph, a recording owns what it allocated and nothing else. Whoever owns the rest must keep it, where it is.
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ class SimulatedGraphs:
             run()
 
     def begin(self) -> None:
-        """From now on what runs is recorded. What runs before is not looked at: torch.compile would compile the look, too."""
+        """From now on what runs is recorded. What runs before is not watched: torch.compile would compile the watching, too."""
         if not self._programs:
             self._entered.enter_context(self._recorder)
         self._recorder.program = _Program()

@@ -1,7 +1,7 @@
 """LLaVA: a Llama that sees (Liu et al. 2023; vllm/model_executor/models/llava.py).
 
 A vision tower turns a picture into vectors, two matrices bring these to the Llama's width, and there they stand in the prompt where its
-token embeddings would: to the layers a picture is some hundred more tokens. The language model is llama.py's, unchanged.
+token embeddings would: to the layers a picture is a few hundred more tokens. The language model is llama.py's, unchanged.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 vllm/v1/worker/gpu_model_runner.py).
 
 A square of a picture has a time, a row and a column, and some pairs of a head turn with each. In a text all three are the same number, so
-there M-RoPE is RoPE; only the numbers after a picture are smaller than its places would make them: they go on after its longest side. Therefore
-positions stay [num_tokens] in every step that computes no place of a picture, where recorded steps serve as ever, and are [num_tokens, 3] in the others.
+there M-RoPE is RoPE; only the numbers after a picture are smaller than its places would make them: they go on after its longer side. So
+positions stay [num_tokens] in every step that computes no place of a picture, which can be replayed as ever, and are [num_tokens, 3] in the others.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class MRopeHook(RunnerHook):
         return scheduler_output
 
     def request_added(self, new: NewRequestData) -> None:
-        """Where its pictures are decides about all its positions."""
+        """Where its pictures are decides all its positions."""
         if new.task is None:
             return
         found = self._positions_of(payload(new.task, MultiModalInputs).features)
@@ -107,8 +107,8 @@ class MRopeHook(RunnerHook):
             trace.emit("mrope.positions", req=new.request_id, places=len(found.first), delta=found.delta)
 
     def prepared(self, inputs: StepInputs, scheduler_output: SchedulerOutput) -> None:
-        """Positions that are not the numbers of places. Those stay what blocks and masks go by. A recorded step has one number for each token;
-        one with places of pictures is not replayed anyway, since it has rows that are no token's (rows.py)."""
+        """Positions that are not the numbers of places; blocks and masks still go by places. A recorded step has one number for each token;
+        a step with places of pictures is never replayed, since some of its rows belong to no token (rows.py)."""
         scheduled = scheduler_output.num_scheduled_tokens
         if self._positions.keys().isdisjoint(scheduled):
             return

@@ -1,7 +1,7 @@
 """Qwen2-VL's vision tower (vllm/model_executor/models/qwen2_vl.py, Qwen2VisionTransformer): pictures of any size.
 
 Squares know where they are by a rotary embedding of two components, so no table of positions fixes a size. At the end a merger makes one vector of
-each two times two squares, which is why the squares are in an order in which these are neighbours. Names are those of the checkpoint.
+each 2 x 2 squares, so the squares are in an order in which these are neighbours. Names are those of the checkpoint.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def in_units(x: Tensor, vision: Qwen2VisionShape) -> Tensor:
 
 
 class PatchEmbed(nn.Module):
-    """Squares become vectors. The tower also reads videos, some pictures at a time: a still one is repeated."""
+    """Squares become vectors. The tower also reads videos, several pictures at a time: a still one is repeated."""
 
     def __init__(self, vision: Qwen2VisionShape) -> None:
         super().__init__()
@@ -96,9 +96,8 @@ class Qwen2VisionTransformer(nn.Module):
         self.blocks = nn.ModuleList(VisionBlock(vision) for _ in range(vision.num_layers))
         self.merger = PatchMerger(vision, hidden_size)
         each = rope_frequencies(vision.hidden_size // vision.num_heads // 2, vision.rope_theta)
-        self.register_buffer(
-            "frequencies", torch.cat([each, each]), False
-        )  # half of the pairs turn with the row, half with the column
+        # Half of the pairs turn with the row, half with the column.
+        self.register_buffer("frequencies", torch.cat([each, each]), False)
 
     def forward(self, pixels: Tensor) -> Tensor:
         """[3, height, width] -> [num_units, hidden_size of the language model], row by row."""

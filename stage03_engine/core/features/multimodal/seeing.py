@@ -13,7 +13,7 @@ from stage04_kernels.attention import AttentionMetadata
 
 
 class SupportsMultiModal(LanguageModel):
-    """What reads is the language model; `encode` is called for each picture, before."""
+    """The language model reads the prompt; `encode` is called for each picture before that."""
 
     language_model: LlamaForCausalLM
 
@@ -41,6 +41,6 @@ class SupportsMultiModal(LanguageModel):
         raise NotImplementedError
 
     def _of_the_language_model(self, name: str) -> str | None:
-        """As `_parameter_name`, for what is none of the tower's."""
+        """As `_parameter_name`, for what is not the tower's."""
         inner = self.language_model._parameter_name(name.removeprefix("language_model."))
         return None if inner is None else f"language_model.{inner}"

@@ -106,7 +106,7 @@ class Balancer:
         return choice
 
     def look(self, request: EngineCoreRequest) -> Choice | None:
-        """The engine that this request would go to now."""
+        """The engine that this request would go to now. None if none is ready."""
         if not self.loads:
             return None
         if self._prefixes is None:
@@ -114,7 +114,7 @@ class Balancer:
         return self._by_prefix(request, self._prefixes)
 
     def take(self, choice: Choice) -> None:
-        """It goes there: count it."""
+        """The request goes there: count it."""
         self.loads[choice.engine].sent()
         if self._prefixes is not None:
             self._prefixes.sent(choice.engine, choice.hashes)

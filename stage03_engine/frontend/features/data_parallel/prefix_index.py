@@ -38,12 +38,12 @@ class PrefixIndex:
 
     @classmethod
     def asked(cls, config: VllmConfig) -> PrefixIndex | None:
-        """The one of `--data-parallel-routing prefix`."""
+        """The index that `--data-parallel-routing prefix` needs. None for another routing."""
         return cls.of(config) if config.data_parallel_config.data_parallel_routing == "prefix" else None
 
     @classmethod
     def of(cls, config: VllmConfig) -> PrefixIndex:
-        """One for these engines. Of several front ends each gets an equal part of the requests."""
+        """An index for these engines. Each of several front ends gets an equal part of the requests."""
         front_ends = getattr(getattr(config, "front_ends", None), "num_front_ends", 1)
         kept = max((kept(config) for kept in each_part(VllmConfig, "kept_blocks")), default=0)
         return cls(config.cache_config.block_size, kept, 1 / front_ends)

@@ -30,7 +30,7 @@ async def _tell(engine: AsyncLLM) -> None:
 
 
 def _list_of(tags: Sequence[str] | None) -> list[str]:
-    """A text is no list of its letters."""
+    """One tag, or several: a string is not a list of its letters."""
     return [tags] if isinstance(tags, str) else list(tags or ())
 
 
@@ -59,9 +59,8 @@ async def sleep_async(engine: AsyncLLM, level: int = 1) -> None:
     except InvalidRequestError:
         if slept:
             raise
-        with contextlib.suppress(
-            InvalidRequestError
-        ):  # one of several engines has requests: the others are not to sleep alone
+        # One of several engines has requests: the others are not to sleep alone.
+        with contextlib.suppress(InvalidRequestError):
             await engine.call("wake_up", [])
         raise
     await _tell(engine)
