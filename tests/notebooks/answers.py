@@ -310,6 +310,35 @@ def passes(operations):
 """,
         "two norms share a pass",
     ),
+    "25_pictures": Answer(
+        """
+def positions(parts):
+    found, following = [], 0
+    for part in parts:
+        if isinstance(part, int):
+            found += [(following + i,) * 3 for i in range(part)]
+            following += part
+        else:
+            rows, columns = part
+            found += [(following, following + row, following + column) for row in range(rows) for column in range(columns)]
+            following += max(part)
+    return found, following
+""",
+        """
+def positions(parts):
+    found, following = [], 0
+    for part in parts:
+        if isinstance(part, int):
+            found += [(following + i,) * 3 for i in range(part)]
+            following += part
+        else:
+            rows, columns = part
+            found += [(following, following + row, following + column) for row in range(rows) for column in range(columns)]
+            following += columns
+    return found, following
+""",
+        "the text goes on after the width, also behind a picture that is higher than wide",
+    ),
     "23_from_zero": Answer(
         """
 def generate(guess, prompt, most, end):

@@ -73,5 +73,5 @@ class Hold:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._finalizer is None:
+        if self._finalizer is None or not self._finalizer.alive:
             self.become(0)
