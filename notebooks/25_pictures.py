@@ -7,7 +7,7 @@
 #
 # | part | here | vLLM |
 # |---|---|---|
-# | how large a picture becomes | [`LlavaInfo`](../stage03_engine/multimodal/llava.py), [`Qwen2VLInfo`](../stage03_engine/multimodal/qwen2_vl.py) | `model_executor/models/llava.py` LlavaProcessingInfo |
+# | how large a picture becomes | [`LlavaProcessingInfo`](../stage03_engine/multimodal/llava.py), [`Qwen2VLProcessingInfo`](../stage03_engine/multimodal/qwen2_vl.py) | `model_executor/models/llava.py` LlavaProcessingInfo |
 # | the picture on its way to the engine | [`Picture`](../stage03_engine/params/multimodal.py) | `multimodal/inputs.py` MultiModalFeatureSpec |
 # | one token becomes many | [`ImagePlaces`](../stage03_engine/frontend/features/image_inputs.py) | `multimodal/processing` PromptReplacement |
 # | the vision tower | [`CLIPVisionTransformer`](../stage03_engine/core/features/multimodal/clip.py) | `model_executor/models/clip.py` |
