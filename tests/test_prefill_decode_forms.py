@@ -63,7 +63,17 @@ def blocks_travel(two: Several) -> None:
     number, end = itertools.count(), time.monotonic() + PATIENCE
     while metric(two.url, "vllm:external_prefix_cache_hits_total")["1"] == 0:
         assert time.monotonic() < end, two.server.lines
-        ask(two, [{"model": "gpt2-tiny", "max_tokens": 2, "prompt": f"alone {next(number)}: {STEMS[0] * 3}"}])
+        ask(
+            two,
+            [
+                {
+                    "model": "gpt2-tiny",
+                    "stream": False,
+                    "max_tokens": 2,
+                    "prompt": f"alone {next(number)}: {STEMS[0] * 3}",
+                }
+            ],
+        )
 
 
 @pytest.mark.parametrize(

@@ -218,7 +218,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"limit_mm_per_prompt": {"image": -1}}, "limit_mm_per_prompt: image must be a number of at least 0"),
     ({"limit_mm_per_prompt": {"video": 1}}, "limit_mm_per_prompt: 'video' is not among what this model takes"),
     ({"allowed_media_domains": ["http://a"]}, "allowed_media_domains: 'http://a' is not a host name"),
-    ({"allowed_local_media_path": "/nowhere"}, "allowed_local_media_path: '/nowhere' is no folder"),
+    ({"allowed_local_media_path": "/nowhere"}, "allowed_local_media_path: '/nowhere' is not a folder"),
     ({"media_fetch_seconds": 0}, "media_fetch_seconds"),
     ({"max_image_bytes": 0}, "max_image_bytes"),
     ({"max_image_pixels": 0}, "max_image_pixels"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import shutil
@@ -314,20 +315,27 @@ def test_several_engines_take_them_all_or_none(model: str, other: str) -> None:
         outputs = [output async for output in engine.generate(PROMPTS[1], GREEDY, name)]
         return list(outputs[-1].outputs[0].token_ids)
 
+    async def busy(engine: AsyncLLM, name: str, stop: asyncio.Event) -> None:
+        """One request after another: a single one may end before the update is asked for."""
+        long = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
+        for number in itertools.takewhile(lambda _: not stop.is_set(), itertools.count()):
+            async for _ in engine.generate(PROMPTS[0], long, f"{name} {number}"):
+                pass
+
     async def run() -> None:
         args = AsyncEngineArgs(model=model, data_parallel_size=2, **SMALL)
         engine = AsyncLLM.from_vllm_config(args.create_engine_config()[0])
         try:
             await engine.start()
             before = await answer(engine, "before")
-            long = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
-            outputs = engine.generate(PROMPTS[0], long, "long")
-            await anext(outputs)
+            stop = asyncio.Event()
+            others = [asyncio.create_task(busy(engine, name, stop)) for name in "abcdef"]
+            assert await answer(engine, "beside them") == before
             with pytest.raises(InvalidRequestError, match="while requests run"):
                 await engine.update_weights(pairs(other).items())
             assert await asyncio.gather(*(answer(engine, f"old {i}") for i in range(3))) == 3 * [before]
-            async for _ in outputs:
-                pass
+            stop.set()
+            await asyncio.gather(*others)
             assert await engine.update_weights(pairs(other).items()) == 1
             client: Any = engine.engine_core
             os.kill(client._engines[0].client._process.pid, signal.SIGKILL)
