@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-import time
+import threading
+from typing import Any
 
 from stage03_engine.core.features.distributed.parallel_state import ranks
 from stage03_engine.core.features.kv_transfer import shared_storage_copies
@@ -13,7 +14,17 @@ from stage03_engine.core.worker import Worker
 
 
 class SlowRank(Worker):
-    """Its thread is late with every block."""
+    """Its thread is late with every block: it copies it when the next step has begun, or, where none comes, after a moment."""
+
+    _step_begins = threading.Event()
+
+    def execute_model(self, *args: Any, **more: Any) -> Any:
+        self._step_begins.set()
+        return super().execute_model(*args, **more)
+
+    def _wait_for_a_step(self) -> None:
+        self._step_begins.clear()
+        self._step_begins.wait(0.02)
 
     def load_model(self) -> None:
         own = ranks()
@@ -21,11 +32,11 @@ class SlowRank(Worker):
             save, copy = OffloadingConnectorWorker._save, shared_storage_copies.block_to_bytes
 
             def late(connector: OffloadingConnectorWorker, saves: object) -> None:
-                time.sleep(0.02)
+                self._wait_for_a_step()
                 save(connector, saves)  # type: ignore[arg-type]
 
             def late_copy(caches: object, block: int) -> bytes:
-                time.sleep(0.02)
+                self._wait_for_a_step()
                 return copy(caches, block)  # type: ignore[arg-type]
 
             OffloadingConnectorWorker._save = late  # type: ignore[method-assign, assignment]
