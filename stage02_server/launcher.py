@@ -30,11 +30,11 @@ DEATH_LINGER_SECONDS = 2.0  # long enough for a load balancer's next look at /he
 LAST_WORDS_SECONDS = 1.0  # for the errors of cut requests to reach their clients
 
 
-class _Server(uvicorn.Server):
+class Server(uvicorn.Server):
     """uvicorn without its signal handling, which `StopSignals` does. uvicorn would also re-raise every caught signal when
     it is done, and so end the process with that signal instead of exit code 0."""
 
-    def __init__(self, config: uvicorn.Config, on_listening: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, on_listening: Callable[[], None] = lambda: None) -> None:
         super().__init__(config)
         self._on_listening = on_listening
 
@@ -44,6 +44,8 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        for sock in sockets or ():
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # inherited; frees the port at the end
         self._on_listening()
 
 
@@ -60,14 +62,13 @@ async def serve_http(
     listening = asyncio.Event()
 
     def on_listening() -> None:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # inherited; frees the port at the end
         listening.set()
         lifecycle.announce()
         logger.info("HTTP is up at %s while the model loads.", address)
 
     # log_config None: uvicorn's records go where all others go
     config = uvicorn.Config(app, server_header=False, ws="none", log_config=None, **connection)
-    server = _Server(config, on_listening)
+    server = Server(config, on_listening)
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     try:
         await _unless_http_fails(serving, listening.wait())

@@ -226,7 +226,8 @@ class OutputProcessor:
     ) -> tuple[list[RequestOutput], list[str]]:
         """Returns (outputs of requests without a queue, ids of requests that the engine must stop because of their text).
 
-        Outputs of requests that were just aborted are ignored.
+        Outputs of requests that were just aborted are ignored. An answer that cannot be made ends with the error that stopped it; the
+        others go on.
         """
         reqs_to_abort: list[str] = []
         for output in outputs:
@@ -236,16 +237,20 @@ class OutputProcessor:
             if output.error is not None:
                 self._refuse(state, output.error, output.error_param, BusyError if output.busy else InvalidRequestError)
                 continue
-            end = state.append(output)
-            finish_reason, stop_reason = output.finish_reason, output.stop_reason
-            if end is not None:
-                if finish_reason is None:
-                    reqs_to_abort.append(output.request_id)
-                _, finish_reason, stop_reason = end
-            stats.update(state.stats, output, finish_reason)
-            if finish_reason is not None:
-                self._finish(state, finish_reason, stats)
-            made = state.make_output(finish_reason, stop_reason)
+            try:
+                end = state.append(output)
+                finish_reason, stop_reason = output.finish_reason, output.stop_reason
+                if end is not None:
+                    _, finish_reason, stop_reason = end
+                stats.update(state.stats, output, finish_reason)
+                if finish_reason is not None:
+                    self._finish(state, finish_reason, stats)
+                made: RequestOutput | Exception | None = state.make_output(finish_reason, stop_reason)
+            except Exception as error:
+                self._forget(output.request_id)
+                made, finish_reason = error, FinishReason.ABORT
+            if finish_reason is not None and output.finish_reason is None:
+                reqs_to_abort.append(output.request_id)
             if made is not None:
                 state.queue.put(made)
         return self._returned.take(), reqs_to_abort

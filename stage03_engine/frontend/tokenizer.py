@@ -136,7 +136,10 @@ class Tokenizer:
             return self._decoder.token_bytes(token)
         if token_id in self._added:
             return token.encode()
-        return bytes(byte_of_symbol()[symbol] for symbol in token)
+        try:
+            return bytes(byte_of_symbol()[symbol] for symbol in token)
+        except KeyError:  # a vocabulary may spell a token in other characters: then it stands for itself, as in the library's decoder
+            return token.encode()
 
     def token(self, token_id: int) -> str:
         """A token as the vocabulary spells it; empty for an id outside it."""

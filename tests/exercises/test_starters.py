@@ -48,6 +48,8 @@ def checked(starter: ModuleType) -> dict[str, str]:
         for of_self, name, call in calls_in(text):
             target = getattr(given if of_self else starter, name, None)
             function = getattr(target, "fn", target)
+            if of_self and given is not object and target is None:
+                found[ast.unparse(call)] = "no such method"
             if not inspect.isfunction(function):
                 continue
             arguments = [None] * of_self + [*call.args]

@@ -35,8 +35,8 @@ def make_server() -> Iterator[Callable[..., InProcessServer]]:
 def start_server() -> Iterator[Callable[..., ServerProcess]]:
     servers: list[ServerProcess] = []
 
-    def start(*args: str, patch: str = "") -> ServerProcess:
-        servers.append(ServerProcess(*args, patch=patch))
+    def start(*args: str, **how: Any) -> ServerProcess:
+        servers.append(ServerProcess(*args, **how))
         return servers[-1]
 
     yield start

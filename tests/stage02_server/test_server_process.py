@@ -13,7 +13,7 @@ import openai
 import psutil
 import pytest
 from echo_engine_process import PATCH
-from server_under_test import DYING_ENGINE, ServerProcess
+from server_under_test import DYING_ENGINE, ServerProcess, rest
 
 from stage02_server.api_server import create_server_socket
 from stagetrace import VOCABULARY, read_run
@@ -160,31 +160,33 @@ def test_a_taken_port_is_one_line_and_exit_code_2(
 
 
 ENGINES = ("gpt2-tiny", "--host", "127.0.0.1", "-dp", "2", "--port", "0")
+ROUTER = ("--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:1/x", "--host", "127.0.0.1", "--port", "0")
+AS_A_ROUTER = {"command": "stage01_cli.main", "subcommand": "router"}
 
 
 @pytest.mark.parametrize(
-    ("flags", "patch"),
-    [(ECHO, ""), (("-asc", "2", *ECHO), ""), (ENGINES, PATCH)],
-    ids=["one", "several API servers", "several engines"],
+    ("flags", "how"),
+    [(ECHO, {}), (("-asc", "2", *ECHO), {}), (ENGINES, {"patch": PATCH}), (ROUTER, AS_A_ROUTER)],
+    ids=["one", "several API servers", "several engines", "a router"],
 )
 def test_the_next_server_may_have_the_port_at_once(
-    start_server: StartServer, flags: tuple[str, ...], patch: str
+    start_server: StartServer, flags: tuple[str, ...], how: dict[str, str]
 ) -> None:
     """Also when the old one has closed connections whose clients still hold them: the system then remembers the port for a minute. And
     meanwhile no other server may have it."""
     port, times = "0", 5 if flags is ECHO else 3
     for number in range(times):
-        server = start_server(*flags[:-1], port, patch=patch)
-        url = httpx.URL(server.wait_until_ready())
+        server = start_server(*flags[:-1], port, **how)
+        url = httpx.URL(server.wait_until_routing() if flags is ROUTER else server.wait_until_ready())
         assert port in ("0", str(url.port))
         port = str(url.port)
         with ExitStack() as clients:
             for _ in range(4):
                 client = clients.enter_context(socket.create_connection((url.host, url.port)))
-                client.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-                assert client.recv(99).startswith(b"HTTP/1.1 200")
+                client.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+                assert rest(client).startswith(b"HTTP/1.1 200")  # what is not read would end the connection at once
             if number == times - 1:
-                second = start_server(*flags[:-1], port, patch=patch)
+                second = start_server(*flags[:-1], port, **how)
                 assert second.wait() == 2 and port in second.lines[-1]
             server.process.send_signal(signal.SIGTERM)
             assert server.wait() == 0

@@ -29,7 +29,6 @@ class Scheduler(Mechanics):
     self._preempt(request, output, needed_by)    take its blocks, note it in output.preempted_req_ids and queue it again. You take it out
                                                  of self.running. needed_by is the request that gets the blocks
     self._admit(request, computed, hits, new_blocks, output)       move it from waiting to running; `computed` of its tokens are there
-    self._trace_output(output)                   tell the trace that the step is decided: the last thing in schedule()
     self._trace_held_back(rule, budget)          tell it, if anybody still waits, why the first is not admitted: the first of these rules
                                                  that keeps it out, "preempted", "budget", "max_num_seqs", "no_chunking", "blocks";
                                                  budget is what is left
@@ -39,8 +38,7 @@ class Scheduler(Mechanics):
 
     def schedule(self) -> SchedulerOutput:
         """Decide the next step: count it (`self.step`, 0 at first), serve the running requests, then admit waiting ones, unless
-        somebody was preempted; then count every scheduled token as computed (output.num_scheduled_tokens: id -> tokens),
-        and tell the trace.
+        somebody was preempted; then count every scheduled token as computed (output.num_scheduled_tokens: id -> tokens).
 
         Begin with SchedulerOutput(self.step, [], {}, {}, self.finished_req_ids, []). The list finished_req_ids goes out with it, so
         give self.finished_req_ids a new, empty list: clear() would empty the one that is on its way.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
@@ -27,6 +25,7 @@ from stage02_server.features.router.command import RouterFlags
 from stage02_server.features.router.metrics import RouterMetrics
 from stage02_server.features.router.proxy import GONE, MOST_BYTES, Proxy, check, passed_on, read
 from stage02_server.features.router.servers import Servers
+from stage02_server.launcher import Server
 from stage02_server.middleware import route_path
 from stage03_engine.plugins import parts
 
@@ -106,14 +105,6 @@ def layers_of(limits: HardeningFlags) -> list[Middleware]:
     return [Middleware(kind, limits) for kind in kinds]
 
 
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handling, which `StopSignals` does."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 def serve(flags: RouterFlags, limits: HardeningFlags) -> int:
     """Route until a signal ends it; returns the exit code. Raises StagesError if it cannot start."""
     prepare(limits)
@@ -137,7 +128,11 @@ async def run_router(flags: RouterFlags, limits: HardeningFlags) -> int:
                     app, server_header=False, ws="none", lifespan="off", log_config=None, timeout_graceful_shutdown=flags.shutdown_timeout,
                     **uvicorn_settings(limits),
                 )  # fmt: skip
-                await _until_stopped(_Server(config), sock, servers, flags, limits, stop, address)
+                up = sum(bool(each.is_up) for each in servers.all)
+                said = f"Routing on {address}: {up} of {len(servers.all)} servers are ready."
+                for text in warnings(flags, limits):
+                    logger.warning(text)
+                await _until_stopped(Server(config, lambda: logger.info(said)), sock, servers, flags, stop)
     logger.info("Stopped.")
     return 0
 
@@ -164,16 +159,12 @@ def warnings(flags: RouterFlags, limits: HardeningFlags) -> list[str]:
 
 
 async def _until_stopped(
-    server: _Server, sock: socket.socket, servers: Servers, flags: RouterFlags, limits: HardeningFlags, stop: StopSignals, address: str,
-) -> None:  # fmt: skip
+    server: Server, sock: socket.socket, servers: Servers, flags: RouterFlags, stop: StopSignals
+) -> None:
     """Two signals: the first lets running requests finish, the second does not."""
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     watching = asyncio.create_task(servers.watch(flags.health_check_interval_secs))
     first, second = asyncio.create_task(stop.first.wait()), asyncio.create_task(stop.second.wait())
-    up = sum(bool(each.is_up) for each in servers.all)
-    for text in warnings(flags, limits):
-        logger.warning(text)
-    logger.info("Routing on %s: %d of %d servers are ready.", address, up, len(servers.all))
     try:
         await asyncio.wait({serving, first, watching}, return_when=asyncio.FIRST_COMPLETED)
         server.should_exit = True
