@@ -196,7 +196,7 @@ pathlib.Path(os.environ["SHOWN"]).write_text(json.dumps([seen, found, sorted(sta
 def shown(tmp_path: Path, **variables: str) -> Any:
     """What a server has loaded whose own middleware cannot be used."""
     (tmp_path / "mine.py").write_text("import stagetrace.vocabulary\n" + SHOWS.format(packages=sorted(PACKAGES)))
-    paths = os.pathsep.join([str(tmp_path), str(fork_start.TESTS.parent), str(fork_start.TESTS.parent / "trace")])
+    paths = os.pathsep.join([str(tmp_path), str(fork_start.ROOT), str(fork_start.ROOT / "trace")])
     environment = os.environ | {"PYTHONPATH": paths, "SHOWN": str(tmp_path / "shown")} | variables
     command = [sys.executable, "-m", "stage02_server", "serve", "gpt2-tiny", "--engine", "echo", "--port", "0"]
     done = subprocess.run([*command, "--middleware", "mine.No"], env=environment, capture_output=True, text=True, timeout=PATIENCE)  # fmt: skip
@@ -224,7 +224,7 @@ def test_another_copy_of_the_project_is_taken_where_it_comes_first(which: str, t
     (tmp_path / "stage02_server/__main__.py").write_text("import sys\nprint('another', *sys.argv[1:])")
     how: dict[str, Any] = {"cwd": tmp_path}
     if which == "PYTHONPATH":
-        how = {"env": {**os.environ, "PYTHONPATH": f"{tmp_path}:{fork_start.TESTS.parent}"}, "cwd": "/"}
+        how = {"env": {**os.environ, "PYTHONPATH": f"{tmp_path}:{fork_start.ROOT}"}, "cwd": "/"}
 
     def run() -> Any:
         done = subprocess.run(
@@ -244,7 +244,7 @@ def test_what_an_installed_package_adds_is_found(tmp_path: Path) -> None:
     (information / "entry_points.txt").write_text("[vllm_in_stages.features]\ntheirs = theirs:NO_SUCH_NAME\n")
     environment = {
         **os.environ,
-        "PYTHONPATH": f"{tmp_path}:{fork_start.TESTS.parent}:{fork_start.TESTS.parent / 'trace'}",
+        "PYTHONPATH": f"{tmp_path}:{fork_start.ROOT}:{fork_start.ROOT / 'trace'}",
     }
 
     def run() -> Any:

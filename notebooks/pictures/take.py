@@ -26,7 +26,7 @@ from playwright.sync_api import sync_playwright
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests/support"))
 
 from browser import ARGS, find_chromium  # noqa: E402
 

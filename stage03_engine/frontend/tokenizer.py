@@ -138,7 +138,9 @@ class Tokenizer:
             return token.encode()
         try:
             return bytes(byte_of_symbol()[symbol] for symbol in token)
-        except KeyError:  # a vocabulary may spell a token in other characters: then it stands for itself, as in the library's decoder
+        except (
+            KeyError
+        ):  # a vocabulary may spell a token in other characters: then it stands for itself, as in the library's decoder
             return token.encode()
 
     def token(self, token_id: int) -> str:

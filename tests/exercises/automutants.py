@@ -24,7 +24,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-for _folder in (Path(__file__).parent, Path(__file__).parents[1], Path(__file__).parents[2]):
+for _folder in (
+    Path(__file__).parent,
+    Path(__file__).parents[1] / "support",
+    Path(__file__).parents[1],
+    Path(__file__).parents[2],
+):
     sys.path.insert(0, str(_folder))
 
 import conftest as _settings  # noqa: E402, F401 - the tests' environment

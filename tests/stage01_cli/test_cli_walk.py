@@ -43,7 +43,7 @@ from stage01_cli.tools.walk.run import REQUEST, START, Run, WalkError, Wish, mak
 from stage01_cli.tools.walk.text import FOLDED_ROWS, lines_of, most_important
 from stagetrace.vocabulary import VOCABULARY
 
-pytest_plugins = ["browser"]  # the fixture of tests/browser.py
+pytest_plugins = ["browser"]  # the fixture of tests/support/browser.py
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "notebooks/pictures/walk.html"

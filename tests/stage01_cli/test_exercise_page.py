@@ -25,7 +25,7 @@ from stage01_cli.tools.course import table
 from stage01_cli.tools.course.exercises import JUDGES, ROOT, exercises, find
 from stage01_cli.tools.lab.static_site import write_site
 
-pytest_plugins = ["browser"]  # the fixture of tests/browser.py
+pytest_plugins = ["browser"]  # the fixture of tests/support/browser.py
 POOL = find(4)
 
 

@@ -27,7 +27,7 @@ from stage01_cli.tools.lab.scenario import FIELDS, REQUEST_FIELDS
 from stage01_cli.tools.lab.simulate import MAX_PRINTED, simulate
 from stage01_cli.tools.lab.static_site import write_site
 
-pytest_plugins = ["browser"]  # the fixture of tests/browser.py
+pytest_plugins = ["browser"]  # the fixture of tests/support/browser.py
 
 POOL_IN_LAB = Path(__file__).parent.parent.parent / "stage01_cli/tools/book/static/pool_in_lab.txt"
 NAMED = json.loads(read_static("scenarios.json"))

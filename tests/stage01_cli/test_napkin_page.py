@@ -19,7 +19,7 @@ from stage01_cli.tools.napkin.command import NUMBERS
 from stage01_cli.tools.napkin.facts import CHIPS, MODELS
 from stage01_cli.tools.napkin.page import build_page
 
-pytest_plugins = ["browser"]  # the fixture of tests/browser.py
+pytest_plugins = ["browser"]  # the fixture of tests/support/browser.py
 
 RESULT = """() => Object.fromEntries([...document.querySelectorAll("#result div, #parts div")].map(
   pair => [pair.querySelector("dt").textContent, pair.querySelector("dd").textContent]))"""

@@ -21,7 +21,7 @@ from stage03_engine.core.features.prefix_cache_reset.prefix_cache_reset import r
 from stage03_engine.core.features.scheduler_watch.scheduler_watch import SchedulerWatch, cached_blocks
 from stagetrace import trace
 
-pytest_plugins = ["browser"]  # the fixture of tests/browser.py
+pytest_plugins = ["browser"]  # the fixture of tests/support/browser.py
 
 STATE_OF = """state => {
     const open = [...state.requests].filter(([, request]) => request.status !== "ended");

@@ -12,7 +12,7 @@ from opened_page import Opened
 from patience import PATIENCE
 from server_under_test import ServerProcess
 
-pytest_plugins = ["browser"]  # the fixtures of tests/browser.py
+pytest_plugins = ["browser"]  # the fixtures of tests/support/browser.py
 
 
 @pytest.fixture(scope="module")

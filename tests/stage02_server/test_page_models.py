@@ -12,7 +12,7 @@ from server_under_test import InProcessServer, ServerProcess
 
 from stage02_server.features.page.routes import build_page
 
-pytest_plugins = ["browser"]  # the fixture of tests/browser.py
+pytest_plugins = ["browser"]  # the fixture of tests/support/browser.py
 
 
 @pytest.fixture

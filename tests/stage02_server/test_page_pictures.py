@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-pytest_plugins = ["browser"]  # the fixtures of tests/browser.py
+pytest_plugins = ["browser"]  # the fixtures of tests/support/browser.py
 
 STATES = ("running", "waiting", "preempted", "ended")
 STEPS = """live.steps = [...Array(40).keys()].map(step => ({

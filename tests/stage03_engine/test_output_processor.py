@@ -62,7 +62,9 @@ def test_an_answer_that_cannot_be_made_ends_alone(
     assert [type(each) for each in queues["bad"]] == [LookupError]
     assert reqs_to_abort == ([] if ends else ["bad"]), "the engine ends what nobody reads"
     for request_id in ("first", "last"):
-        processor.process_outputs([EngineCoreOutput(request_id, [66], finish_reason=FinishReason.LENGTH)], IterationStats())
+        processor.process_outputs(
+            [EngineCoreOutput(request_id, [66], finish_reason=FinishReason.LENGTH)], IterationStats()
+        )
         assert [each.finished for each in queues[request_id]][-1] and len(queues[request_id]) == (1 if ends else 2)
     assert not processor.request_states and not processor.external_req_ids
 

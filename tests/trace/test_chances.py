@@ -18,7 +18,7 @@ from stagetrace.check.reason_words import MOST_LIKELY, token_chances
 from stagetrace.player import page
 from stagetrace.player.data import short_names
 
-pytest_plugins = ["browser"]  # the fixture of tests/browser.py
+pytest_plugins = ["browser"]  # the fixture of tests/support/browser.py
 
 RECORDED = Path(__file__).parents[2] / "trace" / "recorded"
 PROMPT = "zebra okapi"

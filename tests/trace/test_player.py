@@ -23,7 +23,7 @@ from stagetrace.player.build import lean
 from stagetrace.player.data import page_data, short_names
 from stagetrace.player.places import WALK
 
-pytest_plugins = ["browser"]  # the fixture of tests/browser.py
+pytest_plugins = ["browser"]  # the fixture of tests/support/browser.py
 
 RECORDED = Path(__file__).parents[2] / "trace" / "recorded"
 RUNS = sorted(path.name for path in RECORDED.iterdir() if path.is_dir())

@@ -145,7 +145,7 @@ def copied(name: str) -> bool:
             and (path.name in judges or not path.name.startswith("test_"))
             and path.name not in SOLVED
         )
-    return len(path.parts) == 2 and not path.name.startswith("test_")
+    return path.parts[1] == "support" or (len(path.parts) == 2 and not path.name.startswith("test_"))
 
 
 def _without_answers(handout: Handout, folder: Path, name: str, text: str) -> str:

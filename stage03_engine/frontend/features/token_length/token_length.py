@@ -65,7 +65,9 @@ def max_token_bytes(backend: Backend, decoder: Decoder | None) -> int:
         return sys.maxsize
     if decoder is None:
         strange = set().union(*vocabulary) - byte_of_symbol().keys()
-        longest = max(len(token.encode() if strange & {*token} else token) for token in vocabulary)  # else a symbol is a byte
+        longest = max(
+            len(token.encode() if strange & {*token} else token) for token in vocabulary
+        )  # else a symbol is a byte
     else:
         longest = max(len(decoder.token_bytes(token)) for token in vocabulary)
     return shrinking * max(longest, *(len(token.content.encode()) for token in added), 1)

@@ -31,7 +31,7 @@ from stage03_engine.llm import LLM
 from stage03_engine.sampling_params import SamplingParams
 from stagetrace import trace
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 Result = dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""A tiny random LLaVA with a tokenizer of its own, and pictures for it: `python tests/small_llava.py FOLDER` writes it, to try pictures without a download."""
+"""A tiny random LLaVA with a tokenizer of its own, and pictures for it: `python tests/support/small_llava.py FOLDER` writes it, to try pictures without a download."""
 
 from __future__ import annotations
 

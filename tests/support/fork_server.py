@@ -1,4 +1,4 @@
-"""`python tests/fork_server.py DESCRIPTOR PADDING`: forks processes that have the libraries loaded, for the process that started it.
+"""`python tests/support/fork_server.py DESCRIPTOR PADDING`: forks processes that have the libraries loaded, for the process that started it.
 
 Started by `fork_start.py`, not by hand. `fork_child.py` has what it does. This file only sees which module brings which others when it is
 imported, and so imports nothing before.

@@ -31,7 +31,8 @@ OFF = "STAGES_TESTS_FORK"
 """Set it to 0, and each process starts as a user starts it."""
 # now, as tests go without the variables of whoever runs them
 IS_ON = os.environ.get(OFF) != "0" and sys.platform == "linux"
-TESTS = Path(__file__).parent
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parents[1]
 PADDING = 1024
 """Bytes that a fork server's command line has room for: that of a process which it forks stands there."""
 LINK = 900
@@ -178,7 +179,7 @@ def children(process: psutil.Process, recursive: bool = False) -> list[psutil.Pr
 
 def _forks(process: psutil.Process) -> bool:
     try:
-        return str(TESTS / "fork_server.py") in process.cmdline()
+        return str(FOLDER / "fork_server.py") in process.cmdline()
     except psutil.Error:
         return False
 
@@ -186,7 +187,7 @@ def _forks(process: psutil.Process) -> bool:
 def start_server() -> ForkServer:
     """A fork server, started as any process; it ends with this one."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    command = [sys.executable, str(TESTS / "fork_server.py"), str(theirs.fileno()), "-" * PADDING]
+    command = [sys.executable, str(FOLDER / "fork_server.py"), str(theirs.fileno()), "-" * PADDING]
     with plainly(), theirs:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=at_first)
 

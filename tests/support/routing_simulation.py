@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-PATH = Path(__file__).parents[1] / "notebooks" / "exercises" / "ex18_routing" / "score.py"
+PATH = Path(__file__).parents[2] / "notebooks" / "exercises" / "ex18_routing" / "score.py"
 
 
 def simulation() -> ModuleType:

@@ -1,4 +1,4 @@
-"""`python tests/echo_engine_process.py HANDSHAKE_ADDRESS ENGINE_INDEX`: the echo engine in a process of its own.
+"""`python tests/support/echo_engine_process.py HANDSHAKE_ADDRESS ENGINE_INDEX`: the echo engine in a process of its own.
 
 It has the sockets, the handshake and the trace of the real engine process, and starts in a fraction of its time, since it needs no torch.
 `PATCH`, run in a server before it starts, has it start this one.
@@ -24,7 +24,7 @@ from stage03_engine.messages import EngineCoreRequestType, EngineFailed, EngineH
 from stage03_engine.tracing import open_trace
 from stagetrace import trace
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PATCH = f"""
 import os, subprocess
 class Popen(subprocess.Popen):

@@ -26,7 +26,7 @@ from typing import Any
 import fork_image
 import fork_start
 
-OURS = str(fork_start.TESTS / "fork_")  # how the names of these files begin
+OURS = str(fork_start.FOLDER / "fork_")  # how the names of these files begin
 ROOM = 64  # descriptors in one message
 PR_SET_NAME = 15  # of prctl(2)
 EVERY = signal.valid_signals()

@@ -85,7 +85,7 @@ PROJECT = [
 ]
 """What a server and its engine import of the project in any case, with what these import."""
 PACKAGES = {"stage01_cli", "stage02_server", "stage03_engine", "stage04_kernels", "stagetrace"}
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 INSTALLED = (".dist-info", ".egg-info", ".egg-link")
 """How the names of files end by which Python finds what installed packages add."""
 

@@ -1,4 +1,4 @@
-"""A tiny random Qwen2-VL with a tokenizer of its own: `python tests/small_qwen2_vl.py FOLDER` writes it, to try pictures without a download."""
+"""A tiny random Qwen2-VL with a tokenizer of its own: `python tests/support/small_qwen2_vl.py FOLDER` writes it, to try pictures without a download."""
 
 from __future__ import annotations
 
