@@ -13,13 +13,16 @@ DEV    := .venv/.dev
 unexport PYTHONDONTWRITEBYTECODE
 INSTALL := PIP_NO_COMPILE=1 $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
-.PHONY: serve test venv lint bench race recordings notebooks notebooks-build slides book clean
+.PHONY: serve test test-all venv lint bench race recordings notebooks notebooks-build slides book clean
 
 serve: $(SERVE)  ## serve MODEL on HOST:PORT; ARGS are further flags of `serve`
 	exec $(BIN)/python -m stage02_server serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
-test: $(DEV)  ## all tests, in a process per core and four at most; ARGS goes to pytest, e.g. "-n 0 --pdb tests/trace"
+test: $(DEV)  ## every promise in its cheapest form, in a process per core and four at most; ARGS goes to pytest, e.g. "-n 0 --pdb tests/trace"
 	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+test-all: ARGS += --all
+test-all: test  ## the dear forms too, an hour; only `-m long` is left out
 
 venv: $(DEV)  ## the virtual environment for tests and tools; `make notebooks` adds JupyterLab
 

@@ -8,18 +8,18 @@ import re
 import signal
 import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 import fork_start
 import httpx
 import left_processes
-import longest_first
 import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 from patience import PATIENCE
 
 from stagetrace import trace
+
+pytest_plugins = ["tiers", "budgets"]
 
 # Before any library is imported: tests never reach a hub, and compute threads do not spin on a shared machine.
 # Triton kernels are interpreted: they run on any machine, and slowly.
@@ -58,9 +58,6 @@ at_first: dict[str, str] = {}
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Raises UsageError for a test whose name holds an address: each process would call it something else."""
-    if hasattr(config, "workerinput"):  # else somebody reads along
-        here = Path(__file__).parent
-        items.sort(key=lambda item: longest_first.place(os.path.relpath(item.path, here)))
     if wrong := [item.nodeid for item in items if re.search(" at 0x[0-9a-f]{6}", item.nodeid)]:
         raise pytest.UsageError(f"{wrong[0]}: give its parameters ids that are the same in every process")
 

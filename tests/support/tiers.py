@@ -1,0 +1,45 @@
+"""Two tiers: `make test` holds every promise in its cheapest form; `make test-all` (`pytest --all`) adds what is marked `slow`.
+
+    @pytest.mark.slow                  the whole test is of the second tier
+    @pytest.mark.slow(keep="eagle-2")  all its cases are, but those whose id in brackets contains one of these texts
+
+A slow test that is asked for by its name (`pytest tests/x.py::test_y`) runs as any other.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+EXPLICIT = "::"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="also the tests that are marked slow, as `make test-all` does")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "slow(keep=...): only in `make test-all`, but for cases whose ids contain one of these texts"
+    )
+
+
+def is_slow(item: pytest.Item) -> bool:
+    """Raises UsageError for texts to keep that are none, as a test that is kept by mistake goes unnoticed."""
+    for mark in item.iter_markers("slow"):
+        keep = mark.kwargs.get("keep", ())
+        kept = keep if isinstance(keep, tuple) else (keep,)
+        if mark.args or {*mark.kwargs} - {"keep"} or not all(isinstance(text, str) and text for text in kept):
+            raise pytest.UsageError(f"{item.nodeid}: slow takes keep=, one text or several")
+        case = item.name.partition("[")[2]
+        if not any(text in case for text in kept):
+            return True
+    return False
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("all") or any(EXPLICIT in argument for argument in config.args):
+        return
+    slow = {item for item in items if is_slow(item)}
+    config.hook.pytest_deselected(items=[*slow])
+    items[:] = [item for item in items if item not in slow]
