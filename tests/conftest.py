@@ -38,10 +38,10 @@ for _part in ("connect", "read", "write", "pool"):  # httpx gives up after 5 sec
     setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, _part, PATIENCE)
 os.environ["STAGES_CHECK_INVARIANTS"] = "1"  # in every engine that a test starts, also in its own process
 # How long an example takes says how busy the machine is, and nothing about the code.
-settings.register_profile(
-    "tests", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-)
-settings.load_profile("tests")
+for _name, _examples in (("fast", 25), ("judge", 100), ("all", 200)):
+    _unchecked = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+    settings.register_profile(_name, max_examples=_examples, deadline=None, suppress_health_check=_unchecked)
+settings.load_profile("judge")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -51,6 +51,8 @@ def pytest_configure(config: pytest.Config) -> None:
     else:
         os.environ[fork_start.OFF] = str(int(fork_start.IS_ON))  # for them to read
     at_first.update(os.environ)
+    if not config.getoption("exercise", default=None):
+        settings.load_profile("all" if config.getoption("all") else "fast")
 
 
 at_first: dict[str, str] = {}
