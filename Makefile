@@ -8,6 +8,8 @@ ARGS   ?=
 BIN    := .venv/bin
 SERVE  := .venv/.serve
 DEV    := .venv/.dev
+IN_PARALLEL := -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+ELSEWHERE := tests/stage02_server/test_agents.py tests/stage03_engine/test_ray_executor.py
 # Nothing is byte-compiled here: Python does that with what it imports, when it imports it first, and keeps it. So it must be
 # allowed to: otherwise every process would spend two seconds on compiling torch.
 unexport PYTHONDONTWRITEBYTECODE
@@ -19,10 +21,12 @@ serve: $(SERVE)  ## serve MODEL on HOST:PORT; ARGS are further flags of `serve`
 	exec $(BIN)/python -m stage02_server serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
 test: $(DEV)  ## every promise in its cheapest form, in a process per core and four at most; ARGS goes to pytest, e.g. "-n 0 --pdb tests/trace"
-	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest $(IN_PARALLEL) $(ARGS)
 
-test-all: ARGS += --all
-test-all: test  ## the dear forms too, an hour; only `-m long` is left out
+test-all: $(DEV)  ## the dear forms too, up to an hour, with all that npm and pip can bring; only `-m long` is left out
+	$(BIN)/python tests/support/parts.py
+	$(BIN)/python -m pytest $(IN_PARALLEL) --all -rs $(ARGS)
+	$(BIN)/python tests/support/parts.py -m pytest --all $(ELSEWHERE)
 
 venv: $(DEV)  ## the virtual environment for tests and tools; `make notebooks` adds JupyterLab
 

@@ -19,7 +19,7 @@ from patience import PATIENCE
 
 from stagetrace import trace
 
-pytest_plugins = ["tiers", "budgets"]
+pytest_plugins = ["tiers", "budgets", "left_files"]
 
 # Before any library is imported: tests never reach a hub, and compute threads do not spin on a shared machine.
 # Triton kernels are interpreted: they run on any machine, and slowly.

@@ -182,7 +182,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The dearest files first: what begins last ends last, and all others wait for it. (In one process somebody reads along.)"""
-    if hasattr(config, "workerinput"):
+    if hasattr(config, "workerinput") and not config.getoption("order"):
         seconds, table = read_table()
         items.sort(key=lambda item: -table.get(item.nodeid.partition("::")[0].removeprefix("tests/"), seconds))
 

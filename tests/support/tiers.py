@@ -8,6 +8,8 @@ A slow test that is asked for by its name (`pytest tests/x.py::test_y`) runs as 
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 EXPLICIT = "::"
@@ -15,6 +17,7 @@ EXPLICIT = "::"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="also the tests that are marked slow, as `make test-all` does")
+    parser.addoption("--order", help="`reverse`, or a number: so the order is drawn (files, and the tests in them)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -38,8 +41,25 @@ def is_slow(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if order := config.getoption("order"):
+        items[:] = reordered(items, order)
     if config.getoption("all") or any(EXPLICIT in argument for argument in config.args):
         return
     slow = {item for item in items if is_slow(item)}
     config.hook.pytest_deselected(items=[*slow])
     items[:] = [item for item in items if item not in slow]
+
+
+def reordered(items: list[pytest.Item], order: str) -> list[pytest.Item]:
+    """All processes must come to the same order. The tests of a file stay together."""
+    if order == "reverse":
+        return items[::-1]
+    files: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(str(item.path), []).append(item)
+    drawn = random.Random(int(order))
+    names = sorted(files)
+    drawn.shuffle(names)
+    for name in names:
+        drawn.shuffle(files[name])
+    return [item for name in names for item in files[name]]
