@@ -16,10 +16,13 @@ import left_processes
 import longest_first
 import psutil
 import pytest
+import reach
 from hypothesis import HealthCheck, settings
 from patience import PATIENCE
 
 from stagetrace import trace
+
+pytest_plugins = [reach.__name__]
 
 # Before any library is imported: tests never reach a hub, and compute threads do not spin on a shared machine.
 # Triton kernels are interpreted: they run on any machine, and slowly.
