@@ -2,7 +2,7 @@
 
 `pytest --record` runs the tests and notes it in `.pytest_cache/reach/record.json`. `pytest --changed` runs what can be affected by the
 difference between the sources and that record, and brings it up to date. `reach_hook.py` has what a process does to note.
-The record cannot see a result that one test file leaves in a cache of its process for the next.
+The record cannot see a result that one test file leaves in a cache of its process for the next. (PYTEST_DONT_REWRITE: it has no asserts.)
 """
 
 from __future__ import annotations
