@@ -36,10 +36,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
-import fork_start  # noqa: E402
-import psutil  # noqa: E402
-import reach  # noqa: E402
-import reach_hook  # noqa: E402
+import fork_start
+import psutil
+import reach
+import reach_hook
 
 TESTS = Path(__file__).parent
 LIBRARIES = (
@@ -76,7 +76,8 @@ class Places:
     """All changes that a file allows. None changes the number of its lines."""
 
     def __init__(self, file: str, source: str) -> None:
-        self.file, self.source, self._bugs = file, source.encode(), list[Bug]()
+        self.file, self.source, self._dump = file, source.encode(), ast.dump(ast.parse(source))
+        self._bugs: list[Bug] = []
         self._starts = [0]
         for line in self.source.splitlines(keepends=True):
             self._starts.append(self._starts[-1] + len(line))
@@ -84,16 +85,17 @@ class Places:
         self._functions = [(name, node) for name, node in reach_hook.functions(tree) if not reach_hook.is_read(node)]
         self._visit(tree)
 
-    def bugs(self) -> list[Bug]:
-        """Those that are still Python, and something else."""
-        same = ast.dump(ast.parse(self.source))
-        return [bug for bug in self._bugs if self._is_other(bug, same)]
-
-    def _is_other(self, bug: Bug, same: str) -> bool:
-        try:
-            return ast.dump(ast.parse(planted(self.source, bug))) != same
-        except SyntaxError:
-            return False
+    def drawn(self, line: int, seed: str) -> Iterator[Bug]:
+        """One of the changes of a line, if there is one that is still Python, and something else."""
+        there = [bug for bug in self._bugs if bug.line == line]
+        for bug in random.Random(seed).sample(there, len(there)):
+            try:
+                tree = ast.parse(planted(self.source, bug))
+            except SyntaxError:
+                continue
+            if ast.dump(tree) != self._dump:
+                yield bug
+                return
 
     def function(self, line: int) -> str:
         around = [(node.lineno, name) for name, node in self._functions if node.lineno <= line <= node.end_lineno]
@@ -157,7 +159,7 @@ class Places:
             self._add(node, "constant", repr(node.value + "x"))
         elif isinstance(node, ast.Await):
             self._add(node, "await left out", self._text(*self._span(node.value)))
-        elif isinstance(node, ast.Call):
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) not in ("min", "max", "isinstance"):
             for one, other in zip(node.args, node.args[1:]):
                 (start, one_end), (two, end) = self._span(one), self._span(other)
                 new = self._text(two, end) + self._text(one_end, two) + self._text(start, one_end)
@@ -198,15 +200,12 @@ def drawn(sources: reach.Sources, number: int, seed: int, only: str) -> list[Bug
     files = [path for path in sources.project if re.search(only, path)]
     lines = [(path, line) for path in files for line in range(1, sources.text(path).count("\n") + 1)]
     random.Random(seed).shuffle(lines)
+    places: dict[str, Places] = {}
     chosen: list[Bug] = []
-    places: dict[str, list[Bug]] = {}
     for path, line in lines:
-        if len(chosen) >= number:
-            break
-        if path not in places:
-            places[path] = Places(path, sources.text(path)).bugs()
-        if there := [bug for bug in places[path] if bug.line == line]:
-            chosen.append(random.Random(f"{seed} {path} {line}").choice(there))
+        if len(chosen) < number:
+            places[path] = places.get(path) or Places(path, sources.text(path))
+            chosen += places[path].drawn(line, f"{seed} {path} {line}")
     return chosen
 
 
@@ -381,11 +380,16 @@ def in_a_fork(request: dict[str, Any], original: str) -> tuple[str, str]:
     return tuple(json.loads(answer)) if answer else ("too slow", "")
 
 
-def collected(*options: str) -> set[str] | None:
-    """The tests that pytest finds. None if it does not know an option."""
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *options]
-    found = subprocess.run(command, cwd=reach.ROOT, capture_output=True, text=True)
-    return {line for line in found.stdout.splitlines() if "::" in line} if found.returncode == 0 else None
+def collected(sources: reach.Sources, *options: str) -> set[str] | None:
+    """The tests that pytest finds, kept for as long as no file changes. None if it does not know an option."""
+    kept = reach.FOLDER / f"collected-{reach.hashed(repr((sources.files, options)))}"
+    if not kept.exists():
+        command = [sys.executable, "-m", "pytest", "--collect-only", "-o", "addopts=", "-q", "-m", "not long", *options]
+        found = subprocess.run(command, cwd=reach.ROOT, capture_output=True, text=True)
+        if found.returncode != 0:
+            return None
+        kept.write_text("\n".join(line for line in found.stdout.splitlines() if "::" in line))
+    return {*kept.read_text().splitlines()}
 
 
 def group(file: str) -> str:
@@ -449,10 +453,12 @@ def main() -> None:
     record, sources = reach.recorded(), reach.Sources.read(reach.ROOT, (reach.recorded() or {}).get("files"))
     if record is None:
         sys.exit("There is no record yet: run pytest --record first.")
-    fast = collected()
-    everything = collected("--all") if args.tier == "all" else None
+    fast = collected(sources)
+    everything = collected(sources, "--all") if args.tier == "all" else None
     assert fast is not None, "pytest cannot collect the tests"
     allowed = {test for test in everything or fast if re.search(args.tests, test)}
+    if not allowed & record["tests"].keys():
+        sys.exit("None of these tests is in the record.")
     print(f"{len(allowed - record['tests'].keys())} of {len(allowed)} tests are not in the record, and do not run")
     again = {name for name, each in results.items() if each["verdict"] != "survivor" or args.tier == each["tier"]}
     bugs = [*listed(reach.ROOT), *drawn(sources, args.draw, args.seed, args.only)]
