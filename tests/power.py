@@ -48,6 +48,7 @@ LIBRARIES = (
 COMPARE = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "is": "is not", "in": "not in"}
 COMPARE |= {"is not": "is", "not in": "in"}
 FIRST_BATCH, GROWTH = 20, 4
+LEFT = ("survivor", "not judged")
 TEXT = ("description", "help", "message", "metavar")
 """Keyword arguments that are for people to read."""
 
@@ -280,7 +281,9 @@ class Copy:
         return verdict, test
 
     def judge(self, bug: Bug, tests: list[str], reached: Reached) -> tuple[str, str]:
-        """(verdict, test). A test that fails without the bug too has no say."""
+        """("caught", "too slow", "survivor", or "not judged" if no test reaches it, and the test). A test that fails without the bug too
+        has no say."""
+        say = 0
         source, size = (self.folder / bug.file).read_bytes(), FIRST_BATCH
         tests = [test for test in tests if self._clean.get(test, True)]
         while tests:
@@ -291,7 +294,7 @@ class Copy:
             finally:
                 self.write(bug.file, source)
             if verdict == "passed":
-                tests, size = tests[size:], size * GROWTH
+                tests, size, say = tests[size:], size * GROWTH, say + len(batch)
                 continue
             suspects = [test] if test in batch else batch
             if not all(self._clean.get(each) for each in suspects):
@@ -301,7 +304,7 @@ class Copy:
             if all(self._clean.get(each, True) for each in suspects):
                 return ("caught" if verdict == "failed" else verdict), test
             tests = [test for test in tests if self._clean.get(test, True)]
-        return "survivor", ""
+        return "survivor" if say else "not judged", f"{say} tests"
 
     def close(self) -> None:
         self._forks.terminate()
@@ -403,7 +406,7 @@ def report(results: dict[str, dict[str, Any]]) -> None:
     same = tomllib.loads((TESTS / "equivalent_bugs.toml").read_text()).get("same", [])
     unseen = {(each["file"], each["function"], each["change"]) for each in same}
     counted = [each for each in results.values() if (each["file"], each["function"], each["change"]) not in unseen]
-    survivors = [each for each in counted if each["verdict"] == "survivor"]
+    survivors = [each for each in counted if each["verdict"] in LEFT]
     for each in sorted(survivors, key=lambda each: (each["file"], each["line"])):
         print(
             f"{each['file']}:{each['line']} {each['function']}: {each['kind']}: {each['change']}  ({each['tests']} tests, {each['tier']})"
@@ -460,7 +463,7 @@ def main() -> None:
     if not allowed & record["tests"].keys():
         sys.exit("None of these tests is in the record.")
     print(f"{len(allowed - record['tests'].keys())} of {len(allowed)} tests are not in the record, and do not run")
-    again = {name for name, each in results.items() if each["verdict"] != "survivor" or args.tier == each["tier"]}
+    again = {name for name, each in results.items() if each["verdict"] not in LEFT or args.tier == each["tier"]}
     bugs = [*listed(reach.ROOT), *drawn(sources, args.draw, args.seed, args.only)]
     waiting = [bug for bug in bugs if bug.id not in again and re.search(args.only, bug.file)]
     reached, end, lock = Reached(record, sources), time.monotonic() + 60 * args.minutes, threading.Lock()
