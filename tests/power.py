@@ -280,6 +280,13 @@ class Copy:
             raise RuntimeError(f"a test imports what is not in the copy: {test}")
         return verdict, test
 
+    def _run_with(self, bug: Bug, source: bytes, tests: list[str], seconds: float) -> tuple[str, str]:
+        self.write(bug.file, planted(source, bug))
+        try:
+            return self.run(tests, seconds)
+        finally:
+            self.write(bug.file, source)
+
     def judge(self, bug: Bug, tests: list[str], reached: Reached) -> tuple[str, str]:
         """("caught", "too slow", "survivor", or "not judged" if no test reaches it, and the test). A test that fails without the bug too
         has no say."""
@@ -288,11 +295,7 @@ class Copy:
         tests = [test for test in tests if self._clean.get(test, True)]
         while tests:
             batch, seconds = tests[:size], reached.seconds(tests[:size])
-            self.write(bug.file, planted(source, bug))
-            try:
-                verdict, test = self.run(batch, seconds)
-            finally:
-                self.write(bug.file, source)
+            verdict, test = self._run_with(bug, source, batch, seconds)
             if verdict == "passed":
                 tests, size, say = tests[size:], size * GROWTH, say + len(batch)
                 continue
@@ -301,9 +304,11 @@ class Copy:
                 well = self.run(suspects, seconds)
                 for each in suspects if well[0] == "passed" else [well[1] or suspects[0]]:
                     self._clean[each] = well[0] == "passed"
-            if all(self._clean.get(each, True) for each in suspects):
-                return ("caught" if verdict == "failed" else verdict), test
             tests = [test for test in tests if self._clean.get(test, True)]
+            if all(self._clean.get(each, True) for each in suspects):
+                if verdict != "failed" or self._run_with(bug, source, suspects, seconds)[0] != "passed":
+                    return ("caught" if verdict == "failed" else verdict), test
+                tests = [test for test in tests if test not in suspects]  # it fails by chance
         return "survivor" if say else "not judged", f"{say} tests"
 
     def close(self) -> None:
