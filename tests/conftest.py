@@ -14,12 +14,13 @@ import httpx
 import left_processes
 import psutil
 import pytest
+import reach  # noqa: F401 - before any of the project is imported, when it records
 from hypothesis import HealthCheck, settings
 from patience import PATIENCE
 
 from stagetrace import trace
 
-pytest_plugins = ["tiers", "budgets", "left_files"]
+pytest_plugins = ["tiers", "budgets", "left_files", "reach"]
 
 # Before any library is imported: tests never reach a hub, and compute threads do not spin on a shared machine.
 # Triton kernels are interpreted: they run on any machine, and slowly.

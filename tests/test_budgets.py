@@ -39,7 +39,7 @@ def files(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.
     """Two test files, and a table without rows."""
     pytester.makepyfile(test_cheap="def test_it(): pass\ndef test_again(): pass", test_dear=DEAR)
     table = pytester.path / "budgets.toml"
-    table.write_text("seconds = 0.2\n[files]\n")
+    table.write_text("seconds = 0.05\n[files]\n")
     monkeypatch.setattr(budgets, "TABLE", table)
     return pytester
 
@@ -62,7 +62,7 @@ def test_a_file_over_its_budget_fails_the_run(files: pytest.Pytester) -> None:
     assert over(ended) == [("test_dear.py", "test_that_starts_a_process")] and ended.ret == 1
     ended = files.runpytest_inprocess(*PLUGINS, "-k", "not process")
     assert not over(ended) and ended.ret == 0
-    (files.path / "budgets.toml").write_text('seconds = 0.2\n[files]\n"test_dear.py" = [7, "it works"]')
+    (files.path / "budgets.toml").write_text('seconds = 0.05\n[files]\n"test_dear.py" = [7, "it works"]')
     assert files.runpytest_inprocess(*PLUGINS).ret == 0
 
 
@@ -70,7 +70,7 @@ def test_processes_of_tests_send_what_they_spent_and_begin_with_the_dearest(
     files: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (files.path / "no_rows.py").write_text("import budgets, pathlib\nbudgets.TABLE = pathlib.Path('budgets.toml')")
-    (files.path / "budgets.toml").write_text('seconds = 0.1\n[files]\n"test_dear.py" = [0.2, "it works"]')
+    (files.path / "budgets.toml").write_text('seconds = 0.05\n[files]\n"test_dear.py" = [0.06, "it works"]')
     monkeypatch.setenv("PYTHONPATH", f"{files.path}:{TESTS / 'support'}")
     ended = files.runpytest_subprocess(
         *PLUGINS, "-p", "no_rows", "-n", "1", "--dist", "loadfile", "--no-loadscope-reorder"

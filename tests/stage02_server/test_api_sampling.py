@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from server_under_test import EOS, MAX_MODEL_LEN, InProcessServer, events
 
+from stage02_server.protocol import ChatCompletionRequest, CompletionRequest
 from stage03_engine.sampling_params import SamplingParams
 
 ENDPOINTS: list[tuple[str, dict[str, Any]]] = [
@@ -204,3 +205,13 @@ def test_named_tokens_are_reported_instead_of_the_likeliest(server: InProcessSer
     assert list(told["top_logprobs"][1]) == ["token_id:65"]
     none = server.post("/v1/completions", body | {"logprob_token_ids": [], "echo": False}).json()["choices"][0]
     assert [len(top) for top in none["logprobs"]["top_logprobs"]] == [1, 1, 1]
+
+
+def test_max_tokens_of_the_models_own_defaults_is_an_upper_limit() -> None:
+    completion = CompletionRequest.model_validate({"prompt": "a"}).to_sampling_params
+    assert (completion(None).max_tokens, completion({"max_tokens": 20}).max_tokens) == (16, 16)
+    for limit, asked, expected in ((None, None, None), (None, 9, 9), (4, None, 4), (4, 3, 3), (4, 4, 4), (4, 5, 4)):
+        for name in ("max_tokens", "max_completion_tokens"):
+            chat = ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": "a"}], name: asked})
+            defaults = {} if limit is None else {"max_tokens": limit}
+            assert chat.to_sampling_params(defaults).max_tokens == expected, (limit, asked, name)

@@ -12,7 +12,7 @@ from tokenizers.models import BPE
 
 import stage03_engine.bundled
 from stage03_engine.arg_utils import EngineArgs
-from stage03_engine.frontend.detokenizer import IncrementalDetokenizer
+from stage03_engine.frontend.detokenizer import IncrementalDetokenizer, find_stop
 from stage03_engine.frontend.tokenizer import Tokenizer, init_tokenizer_from_configs
 from stage03_engine.sampling_params import SamplingParams
 
@@ -125,6 +125,30 @@ def test_text_is_held_back_only_while_it_could_become_a_stop_string() -> None:
     assert stop == "</s>"
     assert deltas[:5] == ["", "", "abx", "", ""]  # "ab" waits for a possible "c", then goes out at once
     assert "".join(deltas) == "abxab"
+
+
+def test_the_earliest_stop_string_is_found_and_of_two_at_one_place_the_longest() -> None:
+    for text, stops, start, expected in (
+        ("xabc", ["a", "abc", "ab"], 0, (1, "abc")),
+        ("xabc", ["abc", "ab", "a"], 0, (1, "abc")),
+        ("xabc", ["bc", "xa"], 0, (0, "xa")),
+        ("xaxa", ["xa"], 1, (2, "xa")),
+        ("xabc", ["abd"], 0, None),
+    ):
+        assert find_stop(text, stops, start) == expected
+
+
+def test_in_the_first_min_tokens_no_stop_string_counts_and_no_text_waits_for_one() -> None:
+    for stop, min_tokens, sent, stopped_by in (
+        ("a", 0, [""], "a"),
+        ("a", 1, ["a", "b", ""], "a"),
+        ("a", 2, ["a", "b", ""], "a"),
+        ("a", 3, ["a", "b", "a", ""], None),
+        ("bx", 0, ["a", "", "ba", ""], None),
+        ("bx", 2, ["a", "b", "a", ""], None),
+    ):
+        found = stream(STAND_IN, STAND_IN.encode("aba"), stop=[stop], min_tokens=min_tokens)
+        assert found == (sent, stopped_by), (stop, min_tokens)
 
 
 def test_gpt2_files_give_the_same_tokens_with_and_without_tokenizer_json(tmp_path: Path) -> None:

@@ -133,6 +133,13 @@ def test_without_chunked_prefill_a_prompt_waits_until_it_fits() -> None:
     assert scheduled(scheduler) == {"a": 1, "b": 20}
 
 
+def test_without_chunked_prefill_what_is_missing_may_be_all_of_the_budget() -> None:
+    for missing, budget, expected in ((9, 10, {"a": 9}), (10, 10, {"a": 10}), (11, 10, {})):
+        scheduler = make_scheduler(8, budget, 100, enable_chunked_prefill=False)
+        scheduler.add_request(make_request("a", [1] * missing, SamplingParams(max_tokens=5)))
+        assert scheduled(scheduler) == expected, (missing, budget)
+
+
 def test_the_last_to_come_is_preempted_first_and_resumes_with_all_its_tokens() -> None:
     scheduler = make_scheduler(8, 64, 1 + 10)
     scheduler.add_request(make_request("a", [1] * 20, SamplingParams(max_tokens=19, ignore_eos=True)))
