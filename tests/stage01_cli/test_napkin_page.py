@@ -159,6 +159,7 @@ def test_everything_has_a_name_and_can_be_reached(opened: Page) -> None:
     assert opened.page.get_attribute("#chart svg", "role") == "img"
 
 
+@pytest.mark.slow(keep="360")
 @pytest.mark.parametrize("width", [360, 700, 1600])
 def test_it_fits_every_width(width: int, browser: Any, url: str) -> None:
     page = Page(browser, url, width)
