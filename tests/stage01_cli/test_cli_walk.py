@@ -423,7 +423,7 @@ def test_a_page_of_one_phase(walk: Any, tmp_path: Path) -> None:
 class Opened:
     """The page in the browser, and all that went wrong on it."""
 
-    def __init__(self, browser: Any, file: Path, hash: str = "") -> None:
+    def __init__(self, browser: Any, file: Path) -> None:
         self.context = browser.new_context(viewport={"width": 1300, "height": 820})
         self.context.set_default_timeout(1000 * PATIENCE)
         self.page = self.context.new_page()
@@ -431,7 +431,11 @@ class Opened:
         self.page.on("console", lambda message: self.wrong.append(message.text))
         self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
         self.page.on("request", lambda request: self.wrong.extend([request.url] * request.url.startswith("http")))
-        self.page.goto(file.as_uri() + hash)
+        self.address = file.as_uri()
+
+    def load(self, hash: str = "") -> None:
+        self.page.goto("about:blank")
+        self.page.goto(self.address + hash)
 
     def at(self) -> int:
         return int(self.page.locator("#slider").input_value())
@@ -452,12 +456,19 @@ def page_file(path: WalkPath, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-@pytest.fixture
-def opened(browser: Any, page_file: Path) -> Iterator[Opened]:
+@pytest.fixture(scope="module")
+def window(browser: Any, page_file: Path) -> Iterator[Opened]:
     one = Opened(browser, page_file)
     yield one
     one.context.close()
-    assert one.wrong == []
+
+
+@pytest.fixture
+def opened(window: Opened) -> Iterator[Opened]:
+    """Loaded anew: a window of its own for each test would cost as much again."""
+    window.load()
+    yield window
+    assert window.wrong == []
 
 
 def test_stepping_and_scrubbing(opened: Opened, path: WalkPath) -> None:
@@ -612,9 +623,10 @@ def test_searching(opened: Opened, path: WalkPath) -> None:
         ("", ""),
     ],
 )
-def test_a_link_names_a_function(browser: Any, page_file: Path, path: WalkPath, hash: str, name: str) -> None:
+def test_a_link_names_a_function(opened: Opened, path: WalkPath, hash: str, name: str) -> None:
     first = next(row.function.name for row in path.rows if not row.room)
-    one = Opened(browser, page_file, f"#fn={hash}")
+    one = opened
+    one.load(f"#fn={hash}")
     assert one.name() == (name or first)
     said = one.page.locator("#found").text_content()
     assert said == (f"no {hash.replace('%20', ' ')} on this path" if hash and not name else "")
@@ -623,8 +635,6 @@ def test_a_link_names_a_function(browser: Any, page_file: Path, path: WalkPath, 
     one.page.evaluate("location.hash = '#fn=AsyncLLM.generate'")
     one.page.wait_for_function("document.getElementById('name').textContent === 'AsyncLLM.generate'")
     assert one.page.locator("#found").text_content() == ""
-    assert one.wrong == []
-    one.context.close()
 
 
 # The example that comes with the project

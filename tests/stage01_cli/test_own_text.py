@@ -39,6 +39,7 @@ PROMPTS = [
     "My lord,",
 ]
 TOKENIZER = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+TOKENS = 20
 KNOWN = st.characters(exclude_categories=["Cs", "Cn"])  # a browser may know newer ones than the tokenizers package
 ODD = ["a", "The", " ", "  ", "\n", "\r", "é", "e\u0301", "'s", "'S", "1", "٣", "²", "!", "…", "日", "😀", "ß", "\x00", "\x1c", "\x85", "\u2028", "\ufeff", "_", "<|endoftext|>"]  # fmt: skip
 
@@ -109,7 +110,7 @@ def test_every_character_is_of_the_class_that_the_tokenizer_sees(script: Any, ev
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
     """What the engine makes of PROMPTS."""
-    outputs = LLM("gpt2-tiny").generate(PROMPTS, SamplingParams(temperature=0, max_tokens=40))
+    outputs = LLM("gpt2-tiny").generate(PROMPTS, SamplingParams(temperature=0, max_tokens=TOKENS))
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
@@ -123,9 +124,9 @@ def test_the_tokens_are_those_of_the_engine(
 ) -> None:
     """With chunks, preemption and blocks that two requests share."""
     engine = Engine(script, num_blocks, 16, budget)
-    engine.send(PROMPTS[:1], 40)
+    engine.send(PROMPTS[:1], TOKENS)
     steps = [engine.step("r0", 1, 2)]
-    engine.send(PROMPTS[1:], 40)
+    engine.send(PROMPTS[1:], TOKENS)
     while not steps[-1]["idle"]:
         steps.append(engine.step("r0", 1, 2))
         assert len(steps) < 1000
@@ -169,7 +170,7 @@ def test_the_page(browser: Any, tmp_path: Path, expected: list[list[int]]) -> No
         page.goto(f"{site}own_text.html")
         page.wait_for_function("() => document.body.dataset.step === '0'")
         page.fill("#prompt", PROMPTS[0])
-        page.fill("#tokens", "40")
+        page.fill("#tokens", str(TOKENS))
         page.click("#send-8")
         page.wait_for_function("() => Number(document.body.dataset.step) > 0 && document.body.dataset.idle === 'true'")
         last = int(page.inner_text("#number"))
