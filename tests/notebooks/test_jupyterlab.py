@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ pytest_plugins = ["browser"]
 SETTINGS = ["--no-browser", "--ServerApp.token=", "--ServerApp.open_browser=False", "--ServerApp.port_retries=0"]
 
 
+@cache
 def command() -> list[str]:
     """The words of `make notebooks` behind `jupyter`."""
     said = subprocess.run(

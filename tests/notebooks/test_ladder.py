@@ -95,7 +95,7 @@ def test_the_model_is_the_same_on_all_rungs(function: str) -> None:
 # Greedy tokens
 
 SPEECH = LOADER.SCENE * 20
-LENGTHS = [1, 2, 15, 16, 17, 33, 118, 300, 505, 511]
+LENGTHS = [1, 2, 15, 16, 17, 33, 118, 505, 511]
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,7 @@ def test_the_loader_gives_the_engines_tokenizer(real: LLM) -> None:
 
 @pytest.mark.parametrize("module", [generate, kv_cache], ids=RUNGS[:2])
 def test_one_at_a_time_writes_what_the_engine_writes(module: ModuleType, cases: list[Any]) -> None:
-    for prompt, count, expected in cases:
+    for prompt, count, expected in cases[:: 3 if module is generate else 1]:  # what keeps nothing has no states
         assert list(module.generate(CHECKPOINT, prompt, count)) == expected
 
 
@@ -155,6 +155,7 @@ def engines() -> Iterator[Any]:
     yield pytest.param(served, lambda: served.EngineCore(CHECKPOINT, 33, seats=8, budget=24), id="5, tight")
 
 
+@pytest.mark.slow(keep=("2 seats", "tight"))
 @pytest.mark.parametrize(("module", "make"), engines())
 def test_many_together_write_what_the_engine_writes(module: ModuleType, make: Any, cases: list[Any]) -> None:
     engine = make()

@@ -1,15 +1,22 @@
-"""Every notebook: the committed .ipynb is what its source says, it runs, and what it points to exists."""
+"""Every notebook: the committed .ipynb is what its source says, it runs, and what it points to exists.
+
+A few of them are run in `make test`; of the others it is known there that what they name in the project is there and can be called so.
+"""
 
 from __future__ import annotations
 
 import ast
 import contextlib
+import inspect
 import json
 import re
 import subprocess
 import sys
+from copy import deepcopy
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import fork_start
@@ -32,6 +39,10 @@ AS_A_USER = {"01_cli": "what a command imports", "05_engine_core": "children, me
 UNWRITTEN = re.compile(r"NOT YET DONE: \S+ is still to be written\.\n")
 
 
+read_source = cache(build.read_source)
+
+
+@cache
 def committed(source: Path) -> nbformat.NotebookNode:
     return nbformat.read(source.with_suffix(".ipynb"), as_version=4)
 
@@ -59,9 +70,7 @@ def cells_of(notebook: nbformat.NotebookNode) -> list[tuple[str, str, list[str]]
 
 def is_as_built(notebook: nbformat.NotebookNode, source: Path) -> bool:
     """Whether no reader has written in it, opened an output, or let Jupyter save it (which notes the version of Python)."""
-    cells = [
-        [(cell.id, cell.source, cell.metadata) for cell in one.cells] for one in (notebook, build.read_source(source))
-    ]
+    cells = [[(cell.id, cell.source, cell.metadata) for cell in one.cells] for one in (notebook, read_source(source))]
     return cells[0] == cells[1] and "version" not in notebook.metadata.language_info
 
 
@@ -78,7 +87,7 @@ def built(source: Path) -> nbformat.NotebookNode:
 
 @EACH
 def test_the_notebook_is_its_source(source: Path) -> None:
-    assert cells_of(committed(source)) == cells_of(build.read_source(source)), "run: make notebooks-build"
+    assert cells_of(committed(source)) == cells_of(read_source(source)), "run: make notebooks-build"
 
 
 @EACH
@@ -98,7 +107,7 @@ def test_the_built_notebook_has_outputs_and_no_errors(source: Path, built: nbfor
 
 def test_what_a_reader_writes_is_no_difference() -> None:
     source = SOURCES[0]
-    mine, theirs = committed(source), committed(source)
+    mine, theirs = deepcopy(committed(source)), deepcopy(committed(source))
     tagged(mine, "exercise").source = ANSWERS[source.stem].right
     guess = next(cell for cell in mine.cells if "lab.predict(" in cell.source)
     guess.source = guess.source.replace("None", "7")
@@ -112,7 +121,7 @@ def test_what_a_reader_writes_is_no_difference() -> None:
 
 @EACH
 def test_a_reader_finds_question_prediction_and_exercise(source: Path) -> None:
-    cells = build.read_source(source).cells
+    cells = read_source(source).cells
     tags = [(cell.cell_type, tag) for cell in cells for tag in cell.metadata.get("tags", [])]
     assert "**Question.**" in cells[0].source
     kinds = [("markdown", "predict"), ("markdown", "exercise"), ("code", "exercise"), ("code", "check")]
@@ -141,7 +150,7 @@ DESCRIPTIONS = re.findall(r"^\| (\*[^*|]+\*) \|", (build.FOLDER / "MAP.md").read
 @EACH
 def test_what_is_often_said_names_who_says_it_and_is_looked_at(source: Path) -> None:
     """Each entry of such a list names a description of the map; the next cell has a claim for each."""
-    cells = build.read_source(source).cells
+    cells = read_source(source).cells
     assert len(DESCRIPTIONS) == 5
     for cell, claims in pairwise(cells):
         if "**What is often said**" in cell.source:
@@ -197,7 +206,7 @@ def broken_links(text: str, folder: Path) -> list[str]:
 
 @EACH
 def test_links_lead_to_what_exists(source: Path) -> None:
-    text = "\n".join(cell.source for cell in build.read_source(source).cells if cell.cell_type == "markdown")
+    text = "\n".join(cell.source for cell in read_source(source).cells if cell.cell_type == "markdown")
     assert re.search(r"\]\(\.\./(stage|trace)\S+\.py\)", text), "a notebook links the code that it is about"
     assert not broken_links(text, build.FOLDER)
 
@@ -262,7 +271,7 @@ def test_each_notebook_has_a_right_and_a_wrong_answer() -> None:
 @EACH
 def test_the_exercise_begins_unwritten(source: Path) -> None:
     """Signatures and contracts, and nothing else to guess: each function raises NotImplementedError."""
-    tree = ast.parse(tagged(build.read_source(source), "exercise").source)
+    tree = ast.parse(tagged(read_source(source), "exercise").source)
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     assert functions
     for function in functions:
@@ -271,6 +280,73 @@ def test_the_exercise_begins_unwritten(source: Path) -> None:
         assert function.returns and all(one.annotation for one in arguments)
 
 
+PROJECT = {"stage01_cli", "stage02_server", "stage03_engine", "stage04_kernels", "stagetrace", "lab"}
+
+
+def wrong_names(code: str) -> list[str]:
+    """What code imports of the project, or looks up in it, and is not there; and calls of it that its signatures refuse."""
+    nodes = list(ast.walk(compile(code, "", "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)))
+    known: dict[str, Any] = {}
+    wrong = []
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            module = node.module if isinstance(node, ast.ImportFrom) else node.names[0].name
+            if str(module).partition(".")[0] in PROJECT:
+                try:
+                    exec(ast.unparse(node), known)
+                except ImportError as error:
+                    wrong.append(str(error))
+    for node in nodes:  # a name of the notebook's own may be anything
+        for own in (getattr(node, "arg", None), getattr(node, "name", None), getattr(node, "id", None)):
+            if not isinstance(node, ast.keyword | ast.alias) and not isinstance(getattr(node, "ctx", None), ast.Load):
+                known.pop(str(own), None)
+
+    def meant(node: ast.AST) -> Any:
+        """The class, function or module, or None."""
+        if isinstance(node, ast.Name):
+            return known.get(node.id)
+        owner = meant(node.value) if isinstance(node, ast.Attribute) else None
+        return getattr(owner, node.attr, None) if isinstance(owner, ModuleType | type) else None  # type: ignore[attr-defined]
+
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and isinstance(owner := meant(node.value), ModuleType | type):
+            wrong += [] if hasattr(owner, node.attr) else [ast.unparse(node)]
+        if isinstance(node, ast.Call) and callable(function := meant(node.func)):
+            names = {keyword.arg: None for keyword in node.keywords}
+            if None not in names and not any(isinstance(each, ast.Starred) for each in node.args):
+                try:
+                    inspect.signature(function).bind(*node.args, **names)
+                except TypeError as error:
+                    wrong.append(f"{ast.unparse(node.func)}: {error}")
+    return wrong
+
+
+@pytest.mark.parametrize(
+    "source",
+    # the training of adapters imports torch's compiler
+    [pytest.param(each, marks=[pytest.mark.slow] * (each.stem == "22_adapters"), id=each.stem) for each in SOURCES],
+)
+def test_what_a_notebook_names_of_the_project_is_there(source: Path) -> None:
+    assert not wrong_names("\n".join(cell.source for cell in read_source(source).cells if cell.cell_type == "code"))
+
+
+def test_a_name_that_is_gone_is_noticed() -> None:
+    text = """from stage03_engine.core.scheduler import Scheduler
+from stage03_engine.core.scheduler import Planner
+import stage03_engine.gone
+import lab
+def f(build, lab2): return build.anything(Scheduler.schedule, lab.nothing)
+lab.claim("x", holds=True)
+lab.claim("x", truth=True)
+Scheduler.plan
+"""
+    found = wrong_names(text)
+    for part in ("Planner", "stage03_engine.gone", "lab.nothing", "lab.claim: ", "Scheduler.plan"):
+        assert len([line for line in found if part in line]) == 1, part
+    assert len(found) == 5
+
+
+@pytest.mark.slow(keep=("02_serve", "04_async_llm", "06_request"))
 @EACH
 def test_the_notebook_runs_and_its_check_judges(source: Path) -> None:
     """No cell hangs (CELL_SECONDS) or raises: the client then does."""
@@ -344,7 +420,7 @@ def names(cell: nbformat.NotebookNode, function: str) -> list[str]:
 @EACH
 def test_what_is_predicted_is_hidden_and_compared(source: Path) -> None:
     """A cell for guesses follows each question, then outputs that are hidden; each guess is compared once, and not before."""
-    cells = build.read_source(source).cells
+    cells = read_source(source).cells
     measured = [(name, place) for place, cell in enumerate(cells) for name in names(cell, "compare")]
     guessed = {name: place for place, cell in enumerate(cells) for name in names(cell, "predict")}
     assert guessed and sorted(guessed) == sorted(name for name, _ in measured)
@@ -364,7 +440,7 @@ def test_what_is_hidden_does_not_begin_with_the_answer(source: Path, built: nbfo
 
 
 def test_guesses_have_names_of_their_own() -> None:
-    every = [name for path in SOURCES for cell in build.read_source(path).cells for name in names(cell, "predict")]
+    every = [name for path in SOURCES for cell in read_source(path).cells for name in names(cell, "predict")]
     assert len(every) == len(set(every)), "they are kept by name"
 
 
@@ -402,7 +478,7 @@ def test_nobody_has_guessed_when_notebooks_are_built() -> None:
 
 @EACH
 def test_a_notebook_says_what_comes_before_and_how_long_it_takes(source: Path) -> None:
-    title, _, line, *_ = build.read_source(source).cells[0].source.splitlines()
+    title, _, line, *_ = read_source(source).cells[0].source.splitlines()
     found = re.fullmatch(r"\*Before: (.+) · about (\d+) minutes with the exercise\*", line)
     assert found, line
     before = re.findall(r"\[(\d\d)\]", found[1])
@@ -424,7 +500,7 @@ def test_the_glossary_is_made_from_its_source() -> None:
 
 def test_each_word_of_the_glossary_is_linked_where_it_is_used_first() -> None:
     anchors = [
-        re.findall(r"\]\(GLOSSARY\.md#(\S+) ", "\n".join(cell.source for cell in build.read_source(path).cells))
+        re.findall(r"\]\(GLOSSARY\.md#(\S+) ", "\n".join(cell.source for cell in read_source(path).cells))
         for path in SOURCES
     ]
     assert all(len(found) == len(set(found)) for found in anchors)

@@ -21,7 +21,8 @@ pytest_plugins = ["browser"]
 @pytest.mark.parametrize("source", build.sources(), ids=lambda path: path.stem)
 def test_slides_of_each_notebook_hold_what_it_shows(source: Path) -> None:
     notebook = nbformat.read(source.with_suffix(".ipynb"), as_version=4)
-    bodies, text = slides.slides(notebook), "\n".join(slides.slides(notebook))
+    bodies = slides.slides(notebook)
+    text = "\n".join(bodies)
     headings = [
         line
         for cell in notebook.cells

@@ -11,11 +11,12 @@ import ast
 import re
 import textwrap
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import nbformat
 import pytest
-from test_notebooks import EACH, ROOT, SOURCES, build, committed, lab, said, tagged_all
+from test_notebooks import EACH, ROOT, SOURCES, build, committed, lab, read_source, said, tagged_all
 
 from stage01_cli.main import COMMANDS
 
@@ -126,6 +127,7 @@ def numbers_of_a_run(text: str) -> list[str]:
     ]
 
 
+@cache
 def texts(source: Path) -> list[nbformat.NotebookNode]:
     """The markdown cells that state something: a prediction asks, and an exercise demands."""
     cells = (cell for cell in build.jupytext.read(source, fmt="py:percent").cells if cell.cell_type == "markdown")
@@ -181,7 +183,7 @@ def test_no_text_lists_the_subcommands(source: Path) -> None:
 
 def test_what_the_code_alone_decides_is_compared() -> None:
     """The lists of subcommands, settings, models, routes, refusals: see the end of test_the_notebook_runs_and_its_check_judges."""
-    tagged = {source.name[:2]: len(tagged_all(build.read_source(source), "today")) for source in SOURCES}
+    tagged = {source.name[:2]: len(tagged_all(read_source(source), "today")) for source in SOURCES}
     assert {name for name, count in tagged.items() if count} >= {"01", "02", "03", "05", "06"}
     (commands,) = (cell for cell in tagged_all(committed(SOURCES[1]), "today") if "COMMANDS" in cell.source)
     listed = re.findall(r"^([a-z-]+) +stage\S+ ", said(commands), re.M)

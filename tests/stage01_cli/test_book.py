@@ -342,6 +342,7 @@ def test_whatever_puts_a_page_together_is_a_kind() -> None:
     assert found == {module for module, _ in KINDS.values() if module}
 
 
+@pytest.mark.slow(keep=("folder", "napkin"))
 @pytest.mark.parametrize("kind", [kind for kind, (_, made) in KINDS.items() if made])
 def test_nothing_bars_the_way_on_a_page_of_each_kind(browser: Any, tmp_path: Path, kind: str) -> None:
     made = KINDS[kind][1]
@@ -355,6 +356,7 @@ def test_nothing_bars_the_way_on_a_page_of_each_kind(browser: Any, tmp_path: Pat
     assert barriers(browser, [(tmp_path / "page.html").as_uri()]) == []
 
 
+@pytest.mark.slow(keep=("folder", "napkin"))
 @pytest.mark.parametrize("kind", [kind for kind, (_, made) in KINDS.items() if made])
 def test_without_scripts_a_page_shows_what_it_looks_like_with_them(browser: Any, tmp_path: Path, kind: str) -> None:
     """A page that needs none has its text."""

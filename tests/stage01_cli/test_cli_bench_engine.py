@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from stage01_cli.bench import startup
 from stage01_cli.main import main
 
 SMALL = ["gpt2-tiny", "--kv-cache-memory-bytes", "20000000", "--max-model-len", "128", "--max-num-seqs", "16"]
@@ -36,6 +37,24 @@ def test_latency(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
 
 
+def test_startup_is_measured_with_empty_caches_and_with_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(startup, "_start", lambda config: seen.append(os.environ["TRITON_CACHE_DIR"]) or len(seen))
+    monkeypatch.setenv("TRITON_CACHE_DIR", "mine")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    result = bench("startup", tmp_path, "--num-iters-cold=2", "--num-iters-warmup=1", "--num-iters-warm=1")
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+    assert seen[0] == seen[1] != "mine" and seen[2:] == ["mine"] * 2
+    assert (result["cold_startup_times"], result["avg_cold_startup_time"], result["warm_startup_times"]) == (
+        [1, 2],
+        1.5,
+        [4],
+    )
+
+
+@pytest.mark.slow
 def test_startup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", "mine")
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # torch sets it when something asks for its compiler

@@ -1,18 +1,23 @@
-"""The program `stages` from outside: help, errors, lazy imports."""
+"""The program `stages` from outside: help, errors, lazy imports. Where only its words matter it is called; the rest are processes."""
 
 from __future__ import annotations
 
 import ast
+import asyncio
 import os
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from patience import PATIENCE
 from server_under_test import ServerProcess
 
-from stage01_cli.main import COMMANDS
+from stage01_cli.main import COMMANDS, main
+from stage02_server.__main__ import main as main_of_stage_2
 
 HEAVY = ("fastapi", "starlette", "uvicorn", "pydantic", "zmq", "tokenizers", "torch", "transformers", "numpy", "openai",
          "huggingface_hub", "yaml", "psutil")  # fmt: skip
@@ -22,6 +27,22 @@ def environment(**changes: str) -> dict[str, str]:
     """This process's environment without settings of ours, offline."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("STAGES_")}
     return kept | {"HF_HUB_OFFLINE": "1"} | changes
+
+
+def called(*words: str, program: Any = main, **changes: str) -> subprocess.CompletedProcess[str]:
+    """`stages ...` in this process; no server may start."""
+    out, err = StringIO(), StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr(asyncio.Runner, "run", None)
+        for name in os.environ.keys() - environment():
+            patch.delenv(name)
+        for name, value in changes.items():
+            patch.setenv(name, value)
+        try:
+            code = program(list(words))
+        except SystemExit as end:
+            code = end.code
+    return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
 
 
 def stages(*words: str, module: str = "stage01_cli", **changes: str) -> subprocess.CompletedProcess[str]:
@@ -36,7 +57,7 @@ def stages(*words: str, module: str = "stage01_cli", **changes: str) -> subproce
 
 
 def test_help_lists_every_command() -> None:
-    done = stages("--help")
+    done = called("--help")
     assert (done.returncode, done.stderr) == (0, "")
     assert all(name in done.stdout and line in done.stdout for name, (_, line) in COMMANDS.items())
 
@@ -49,7 +70,7 @@ HEADLESS = (
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help(command: str) -> None:
-    done = stages(command, "--help")
+    done = called(command, "--help")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"usage: stages {command}")
 
@@ -62,26 +83,29 @@ def test_without_a_command_the_help_goes_to_stderr(module: str) -> None:
 
 
 def test_version() -> None:
-    done = stages("--version")
+    done = called("--version")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("stages 0.")
 
 
+LIGHT = [["--help"], ["serve", "--help"], ["serve", "--port", "x"], ["run-batch", "--help"], ["bench", "serve", "--help"], ["bench", "latency", "--help"]]  # fmt: skip
+
+
 @pytest.mark.parametrize("module", ["stage01_cli.main", "stage02_server.__main__"])
-@pytest.mark.parametrize(
-    "words",
-    [["--help"], ["serve", "--help"], ["serve", "--port", "x"], ["run-batch", "--help"], ["bench", "serve", "--help"],
-     ["bench", "latency", "--help"]],
-)  # fmt: skip
-def test_help_and_errors_import_nothing_heavy(module: str, words: list[str]) -> None:
+def test_help_and_errors_import_nothing_heavy(module: str) -> None:
+    """Each in a fork of a process that has imported nothing else."""
     code = (
-        f"import sys; from {module} import main\n"
-        f"try: main({words!r})\n"
+        f"import os, sys; from {module} import main\n"
+        f"for words in {LIGHT!r}:\n"
+        "    if os.fork() == 0: break\n"
+        "    os.wait()\n"
+        "else: os._exit(0)\n"
+        "try: main(words)\n"
         "except SystemExit: pass\n"
-        f"print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)"
+        f"print('heavy:', [name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
-    assert done.stderr.splitlines()[-1] == "[]"
+    assert [line for line in done.stderr.splitlines() if line.startswith("heavy:")] == ["heavy: []"] * len(LIGHT)
 
 
 def test_only_the_chosen_command_is_imported() -> None:
@@ -166,7 +190,7 @@ def test_every_mistake_is_one_line_and_exit_code_2(
 ) -> None:
     (tmp_path / "bad.yaml").write_text("prot: 80")
     monkeypatch.chdir(tmp_path)
-    done = stages(*words)
+    done = called(*words)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"stages: error: {message}\n")
 
 
@@ -178,7 +202,7 @@ def test_without_network_and_cache_the_error_names_what_works(tmp_path: Path) ->
 
 
 def test_a_bad_variable_is_one_line_too() -> None:
-    done = stages("serve", STAGES_PORT="http")
+    done = called("serve", STAGES_PORT="http")
     expected = "stages: error: environment variable STAGES_PORT: 'http' is not an integer\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", expected)
 
@@ -197,7 +221,7 @@ def test_a_bad_variable_is_one_line_too() -> None:
     ],
 )
 def test_stage_2_alone_has_the_same_manners(words: list[str], message: str) -> None:
-    done = stages(*words, module="stage02_server")
+    done = called(*words, program=main_of_stage_2)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert done.stderr.startswith(f"stages: error: {message}")
 
@@ -212,6 +236,7 @@ def test_collect_env_names_versions_but_no_secrets() -> None:
     assert facts["TOKENIZERS_PARALLELISM"] == "false"
 
 
+@pytest.mark.slow(keep="stage02_server.api_server")
 @pytest.mark.parametrize(
     "module", ["stage01_cli.main", "msgspec", "stage02_server.cli_args", "stage02_server.api_server"]
 )
@@ -248,6 +273,7 @@ NO_ROOM = {
 }
 
 
+@pytest.mark.slow(keep="sockets]")
 @pytest.mark.parametrize("name", NO_ROOM)
 def test_a_full_disk_is_one_line(name: str) -> None:
     patch, says = NO_ROOM[name]

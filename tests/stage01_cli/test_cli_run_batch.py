@@ -15,6 +15,8 @@ import pytest
 from patience import PATIENCE
 from server_under_test import ServerProcess
 
+from stage01_cli.main import main
+
 BODIES = [
     ("/v1/completions", {"prompt": "To be, or", "max_tokens": 6, "temperature": 0}),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 6, "seed": 3}),
@@ -74,6 +76,7 @@ def test_a_batch_is_answered_as_over_http(tmp_path: Path, monkeypatch: pytest.Mo
     assert args["batch.finished"] == {"requests": 5, "refused": 2}
 
 
+@pytest.mark.slow(keep="echo")
 @pytest.mark.parametrize("engine, interruption", [("echo", "SIGTERM"), ("core", "the engine died")])
 def test_an_interrupted_batch_goes_on_where_it_was(engine: str, interruption: str, tmp_path: Path) -> None:
     lengths = [1, 150, 150, 150]
@@ -133,7 +136,7 @@ def test_a_full_disk_is_one_line_and_the_same_command_goes_on(tmp_path: Path) ->
     assert (done.returncode, done.stdout) == (0, f"4 answered, 0 refused; written to {target}\n"), done.stderr
 
 
-def test_what_is_wrong_is_one_line(tmp_path: Path) -> None:
+def test_what_is_wrong_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write(tmp_path / "in.jsonl", BODIES)
     for words, message in (
         (["-i", tmp_path / "none", "-o", tmp_path / "out"], "No such file"),
@@ -141,6 +144,6 @@ def test_what_is_wrong_is_one_line(tmp_path: Path) -> None:
         (["-i", "https://example.org/in", "-o", tmp_path / "out"], "only local files"),
         (["-i", source, "-o", tmp_path / "out", "--max-inflight", "0"], "max_inflight must be at least 1"),
     ):
-        done = run("gpt2-tiny", *words)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr.startswith("stages: error: ") and done.stderr.count("\n") == 1 and message in done.stderr
+        assert main(["run-batch", "gpt2-tiny", *map(str, words)]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.startswith("stages: error: ") and err.count("\n") == 1 and message in err

@@ -301,19 +301,21 @@ def cli(*words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_a_server_that_cannot_start() -> None:
+@pytest.mark.slow(keep="port")
+@pytest.mark.parametrize(("flag", "message"), [("--port", "port {} is taken"), ("--model", "{}")])
+def test_a_server_that_cannot_start(flag: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The port first: the model is looked for only then."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        both = cli("hi", "--port", str(port)), cli("hi", "--model", "nobody/nothing")
-        for process, message in zip(both, (f"port {port} is taken", "nobody/nothing")):
-            out, err = process.communicate(timeout=PATIENCE)
-            last = err.splitlines()[-1]
-            assert process.returncode == 2 and out == "" and "Traceback" not in err
-            assert last.startswith("stages: error: the server did not start: ") and message in last
+        wrong = str(taken.getsockname()[1]) if flag == "--port" else "nobody/nothing"
+        assert main(["walk", "hi", flag, wrong]) == 2
+    out, err = capsys.readouterr()
+    last = err.splitlines()[-1]
+    assert out == "" and "Traceback" not in err
+    assert last.startswith("stages: error: the server did not start: ") and message.format(wrong) in last
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.slow(keep="SIGINT")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
 def test_an_interrupt_leaves_no_process(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -421,7 +423,7 @@ def test_a_page_of_one_phase(walk: Any, tmp_path: Path) -> None:
 class Opened:
     """The page in the browser, and all that went wrong on it."""
 
-    def __init__(self, browser: Any, file: Path, hash: str = "") -> None:
+    def __init__(self, browser: Any, file: Path) -> None:
         self.context = browser.new_context(viewport={"width": 1300, "height": 820})
         self.context.set_default_timeout(1000 * PATIENCE)
         self.page = self.context.new_page()
@@ -429,7 +431,11 @@ class Opened:
         self.page.on("console", lambda message: self.wrong.append(message.text))
         self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
         self.page.on("request", lambda request: self.wrong.extend([request.url] * request.url.startswith("http")))
-        self.page.goto(file.as_uri() + hash)
+        self.address = file.as_uri()
+
+    def load(self, hash: str = "") -> None:
+        self.page.goto("about:blank")
+        self.page.goto(self.address + hash)
 
     def at(self) -> int:
         return int(self.page.locator("#slider").input_value())
@@ -450,12 +456,19 @@ def page_file(path: WalkPath, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-@pytest.fixture
-def opened(browser: Any, page_file: Path) -> Iterator[Opened]:
+@pytest.fixture(scope="module")
+def window(browser: Any, page_file: Path) -> Iterator[Opened]:
     one = Opened(browser, page_file)
     yield one
     one.context.close()
-    assert one.wrong == []
+
+
+@pytest.fixture
+def opened(window: Opened) -> Iterator[Opened]:
+    """Loaded anew: a window of its own for each test would cost as much again."""
+    window.load()
+    yield window
+    assert window.wrong == []
 
 
 def test_stepping_and_scrubbing(opened: Opened, path: WalkPath) -> None:
@@ -486,8 +499,11 @@ def test_calls_inside_features_are_a_line_that_opens(opened: Opened, path: WalkP
     rows, page = path.rows, opened.page
     walked = [at for at, row in enumerate(rows) if not row.room]
     assert opened.at() == walked[0] and opened.press("End") == walked[-1] and opened.press("Home") == walked[0]
-    assert [opened.press("ArrowRight") for _ in walked[1:]] == walked[1:]  # a step leads past what is folded
-    for place in range(0, len(rows), 7):
+    few = walked[1:12]
+    assert (
+        few[-1] - few[0] > len(few) and [opened.press("ArrowRight") for _ in few] == few
+    )  # a step leads past what is folded
+    for place in range(0, len(rows), len(rows) // 9):
         page.locator("#slider").fill(str(place))
         assert not rows[opened.at()].room and opened.at() >= min(place, walked[-1])
     stretches = [list(one) for _, one in groupby(rows, key=lambda row: (row.phase, row.lane, row.room))]
@@ -556,11 +572,13 @@ def kinds_of(text: str) -> list[tuple[str, str]]:
     return found
 
 
-def test_the_colours_are_those_of_pythons_own_tokenizer(opened: Opened) -> None:
+@pytest.mark.parametrize("every", [25, pytest.param(1, marks=pytest.mark.slow)])
+def test_the_colours_are_those_of_pythons_own_tokenizer(opened: Opened, every: int) -> None:
     files = sorted(file for stage in ROOT.glob("stage0*") for file in stage.rglob("*.py"))
+    assert len(files) > 500
+    files = files[::every]
     texts = [file.read_text(encoding="utf-8") for file in files]
     coloured = opened.page.evaluate("texts => texts.map((text) => coloured(text))", texts)
-    assert len(files) > 500
     for file, text, lines in zip(files, texts, coloured, strict=True):
         assert "\n".join("".join(part for _, part in line) for line in lines) == text
         expected = [(kind, line) for kind, whole in kinds_of(text) for line in whole.split("\n") if line]
@@ -583,10 +601,7 @@ def test_searching(opened: Opened, path: WalkPath) -> None:
     opened.press("Escape")
     first = opened.press("Home", "n")
     assert path.rows[first].function.file.endswith("/scheduler.py") and opened.press("n", "p") == first
-
-
-def test_names_are_found_before_arguments(opened: Opened, path: WalkPath) -> None:
-    """Many functions are given a request; what is looked for is one that is called so."""
+    # many functions are given a request; what is looked for is one that is called so
     named = [at for at, row in enumerate(path.rows) if "request" in (row.function.name + row.function.file).lower()]
     given = [
         at for at, row in enumerate(path.rows) if any("request" in str(each).lower() for each in row.arguments.items())
@@ -596,23 +611,30 @@ def test_names_are_found_before_arguments(opened: Opened, path: WalkPath) -> Non
     assert opened.page.locator("#found").text_content() == f"{len(named)} found"
 
 
-def test_a_link_names_a_function(browser: Any, page_file: Path, path: WalkPath) -> None:
+@pytest.mark.slow(keep="process_outputs")
+@pytest.mark.parametrize(
+    ("hash", "name"),
+    [
+        ("Scheduler.schedule", "Scheduler.schedule"),
+        ("process_outputs", "OutputProcessor.process_outputs"),
+        ("nobody", ""),
+        pytest.param("%E0%A4%A", "", id="damaged"),
+        ("no%20body", ""),
+        ("", ""),
+    ],
+)
+def test_a_link_names_a_function(opened: Opened, path: WalkPath, hash: str, name: str) -> None:
     first = next(row.function.name for row in path.rows if not row.room)
-    for hash, name in {
-        "#fn=Scheduler.schedule": "Scheduler.schedule", "#fn=process_outputs": "OutputProcessor.process_outputs",
-        "#fn=nobody": first, "#fn=%E0%A4%A": first, "#fn=no%20body": first, "#fn=": first,
-    }.items():  # fmt: skip
-        one = Opened(browser, page_file, hash)
-        assert one.name() == name
-        said = one.page.locator("#found").text_content()
-        assert said == (f"no {hash[4:].replace('%20', ' ')} on this path" if name == first and hash != "#fn=" else "")
-        one.press("ArrowRight")
-        assert one.page.evaluate("decodeURIComponent(location.hash)") == f"#fn={one.name()}"
-        one.page.evaluate("location.hash = '#fn=AsyncLLM.generate'")
-        one.page.wait_for_function("document.getElementById('name').textContent === 'AsyncLLM.generate'")
-        assert one.page.locator("#found").text_content() == ""
-        assert one.wrong == []
-        one.context.close()
+    one = opened
+    one.load(f"#fn={hash}")
+    assert one.name() == (name or first)
+    said = one.page.locator("#found").text_content()
+    assert said == (f"no {hash.replace('%20', ' ')} on this path" if hash and not name else "")
+    one.press("ArrowRight")
+    assert one.page.evaluate("decodeURIComponent(location.hash)") == f"#fn={one.name()}"
+    one.page.evaluate("location.hash = '#fn=AsyncLLM.generate'")
+    one.page.wait_for_function("document.getElementById('name').textContent === 'AsyncLLM.generate'")
+    assert one.page.locator("#found").text_content() == ""
 
 
 # The example that comes with the project

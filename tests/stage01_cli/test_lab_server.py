@@ -131,7 +131,8 @@ def test_ctrl_c_ends_it_and_its_process(server: tuple[str, subprocess.Popen[str]
     wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, "its process goes on")
 
 
-@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.slow(keep="SIGTERM")
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM], ids=lambda stop: stop.name)
 def test_a_signal_ends_it_after_two_first_questions_at_once(tmp_path: Path, stop: signal.Signals) -> None:
     """Each starts a process. The page asks so: the reference and one's own."""
     command = [
@@ -197,6 +198,7 @@ def mine(folder: Path, body: str) -> str:
     return f"{path}:Mine"
 
 
+@pytest.mark.slow(keep=("loops]", "exits", "raises", "eats memory"))
 @pytest.mark.parametrize(
     ("body", "problem"),
     [
@@ -311,6 +313,7 @@ def written(body: str) -> str:
 GOOD = written("print('hello'); return super().schedule()")
 
 
+@pytest.mark.slow(keep=("prints and loops", "null byte", "lone surrogate", "exits", "parent", "file", "network"))
 @pytest.mark.parametrize(
     ("code", "problem"),
     [

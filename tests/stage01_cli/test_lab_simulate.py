@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import assume, example, given, settings, strategies as st
+from hypothesis import assume, example, given, strategies as st
 from lab_scenarios import SCENARIOS, decisions, scenario_of
 from server_under_test import byte_config
 
@@ -116,7 +116,6 @@ TIGHT = {
 
 @given(SCENARIOS)
 @example(TIGHT)
-@settings(max_examples=60)
 def test_every_decision_is_the_engines(value: dict[str, Any]) -> None:
     room = (value["settings"]["num_gpu_blocks_override"] - 1) * value["settings"]["block_size"]
     # an engine has room for each
@@ -270,7 +269,6 @@ def test_steps_are_those_of_the_time_line_while_nobody_is_there() -> None:
 
 
 @given(SCENARIOS)
-@settings(max_examples=100)
 def test_any_scenario_ends_and_its_books_are_right(value: dict[str, Any]) -> None:
     answer = simulate(value)
     options = answer["settings"]

@@ -49,7 +49,10 @@ class Page:
         self.page.on("pageerror", lambda error: self.problems.append(str(error)))
         self.page.on("console", lambda message: self.problems.append(message.text) if message.type == "error" else None)
         self.page.on("request", lambda request: self.asked.add(request.url))
-        self.page.goto(url)
+        self.load()
+
+    def load(self) -> None:
+        self.page.goto(self.url)
         self.page.wait_for_selector("body[data-ready]")
 
     @property
@@ -67,11 +70,18 @@ class Page:
         assert {each for each in self.asked if not each.startswith("data:")} == {self.url}
 
 
-@pytest.fixture
-def opened(browser: Any, url: str) -> Iterator[Page]:
+@pytest.fixture(scope="module")
+def sheet(browser: Any, url: str) -> Iterator[Page]:
     page = Page(browser, url)
     yield page
     page.close()
+
+
+@pytest.fixture
+def opened(sheet: Page) -> Page:
+    """Loaded anew: a page of its own for each test would cost as much again."""
+    sheet.load()
+    return sheet
 
 
 def test_the_page_computes_what_python_computes(opened: Page) -> None:
@@ -159,6 +169,7 @@ def test_everything_has_a_name_and_can_be_reached(opened: Page) -> None:
     assert opened.page.get_attribute("#chart svg", "role") == "img"
 
 
+@pytest.mark.slow(keep="360")
 @pytest.mark.parametrize("width", [360, 700, 1600])
 def test_it_fits_every_width(width: int, browser: Any, url: str) -> None:
     page = Page(browser, url, width)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import builtins
+import ctypes
+import io
 import os
 import resource
 import sys
@@ -18,17 +21,22 @@ from stage03_engine.args import processes
 from stage03_engine.args.features.cores.cores import measure
 from stage03_engine.core.features.cpu_binding.manifest import cores_of
 from stage03_engine.errors import ConfigError
+from stage03_engine.llm import LLM
+from stage03_engine.sampling_params import SamplingParams
 
 ROOT = Path(__file__).parents[2]
 STAGES = ("stage01_cli", "stage02_server", "stage03_engine", "stage04_kernels")
-LIKE_MACOS = """
+OF_LINUX = ["sched_getaffinity", "sched_setaffinity", "pidfd_open", "memfd_create"]
+LIKE_MACOS = (
+    f"""OF_LINUX = {OF_LINUX}"""
+    + """
 import builtins, ctypes, io, os, resource, sys
 def asked_by_psutil():
     frame = sys._getframe()
     while frame is not None and "psutil" not in frame.f_code.co_filename:
         frame = frame.f_back
     return frame is not None
-for name in ("sched_getaffinity", "sched_setaffinity", "pidfd_open", "memfd_create"):
+for name in OF_LINUX:
     if hasattr(os, name):
         delattr(os, name)
 def without_proc(function):
@@ -51,6 +59,7 @@ class NoPrctl(ctypes.CDLL):
         return super().__getattr__(name)
 ctypes.CDLL = NoPrctl
 """
+)
 
 
 def test_windows_itself_is_refused_in_one_line(
@@ -118,6 +127,25 @@ def test_what_would_fail_elsewhere_is_asked_of_linux_only(found: str) -> None:
             assert all(guards(ast.parse(file.read_text()), found)), file
 
 
+def test_an_engine_without_what_only_linux_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, names in (
+        (os, OF_LINUX),
+        (builtins, ["open"]),
+        (io, ["open"]),
+        (resource, ["setrlimit"]),
+        (ctypes, ["CDLL"]),
+    ):
+        for name in names:
+            monkeypatch.setattr(module, name, getattr(module, name, None))  # it is put back
+    exec(LIKE_MACOS, {})
+    assert not hasattr(os, "pidfd_open")
+    with pytest.raises(FileNotFoundError):
+        Path("/proc/cpuinfo").read_text()
+    [output] = LLM("gpt2-tiny", num_gpu_blocks_override=64).generate(["To be"], SamplingParams(max_tokens=2))
+    assert len(output.outputs[0].token_ids) == 2
+
+
+@pytest.mark.slow
 def test_a_server_without_what_only_linux_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its engine and the processes for grammars and templates lack the same."""
     (tmp_path / "sitecustomize.py").write_text(LIKE_MACOS)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, strategies as st
 from patience import PATIENCE
 from tokenizers import Tokenizer
 
@@ -38,6 +38,8 @@ PROMPTS = [
     "What light",
     "My lord,",
 ]
+TOKENIZER = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+TOKENS = 20
 KNOWN = st.characters(exclude_categories=["Cs", "Cn"])  # a browser may know newer ones than the tokenizers package
 ODD = ["a", "The", " ", "  ", "\n", "\r", "é", "e\u0301", "'s", "'S", "1", "٣", "²", "!", "…", "日", "😀", "ß", "\x00", "\x1c", "\x85", "\u2028", "\ufeff", "_", "<|endoftext|>"]  # fmt: skip
 
@@ -88,19 +90,19 @@ def script(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
         page.close()
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.sampled_from(ODD), max_size=20).map("".join) | st.text(KNOWN, max_size=20))
 def test_the_tokens_of_a_text_are_those_of_the_tokenizer(script: Any, text: str) -> None:
-    ids = Tokenizer.from_file(str(MODEL / "tokenizer.json")).encode(text, add_special_tokens=False).ids
+    ids = TOKENIZER.encode(text, add_special_tokens=False).ids
     assert script.encode(text) == ids
     assert "<|endoftext|>" in text or script.decode(ids) == text
 
 
-def test_every_character_is_of_the_class_that_the_tokenizer_sees(script: Any) -> None:
+@pytest.mark.parametrize("every", [50, pytest.param(1, marks=pytest.mark.slow)])
+def test_every_character_is_of_the_class_that_the_tokenizer_sees(script: Any, every: int) -> None:
     """Letter, number, space or none of them: \\s of JavaScript, for instance, is another set than that of the package."""
     known = [c for c in map(chr, range(sys.maxunicode + 1)) if unicodedata.category(c) not in ("Cn", "Co", "Cs")]
-    texts = ["".join(f"{c}'s a{c} {c}" for c in known[at : at + 64]) for at in range(0, len(known), 64)]
-    encoded = Tokenizer.from_file(str(MODEL / "tokenizer.json")).encode_batch(texts, add_special_tokens=False)
+    texts = ["".join(f"{c}'s a{c} {c}" for c in known[at : at + 64]) for at in range(0, len(known), 64 * every)]
+    encoded = TOKENIZER.encode_batch(texts, add_special_tokens=False)
     found = script.encode_all(texts)
     assert not [text for text, one, ids in zip(texts, encoded, found, strict=True) if one.ids != ids]
 
@@ -108,10 +110,11 @@ def test_every_character_is_of_the_class_that_the_tokenizer_sees(script: Any) ->
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
     """What the engine makes of PROMPTS."""
-    outputs = LLM("gpt2-tiny").generate(PROMPTS, SamplingParams(temperature=0, max_tokens=40))
+    outputs = LLM("gpt2-tiny").generate(PROMPTS, SamplingParams(temperature=0, max_tokens=TOKENS))
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
+@pytest.mark.slow(keep="7-7")
 @pytest.mark.parametrize(
     ("num_blocks", "budget", "meets"),
     [(33, 64, {"found"}), (33, 5, {"chunks"}), (9, 64, {"preempted"}), (7, 7, {"preempted", "chunks"})],
@@ -121,9 +124,9 @@ def test_the_tokens_are_those_of_the_engine(
 ) -> None:
     """With chunks, preemption and blocks that two requests share."""
     engine = Engine(script, num_blocks, 16, budget)
-    engine.send(PROMPTS[:1], 40)
+    engine.send(PROMPTS[:1], TOKENS)
     steps = [engine.step("r0", 1, 2)]
-    engine.send(PROMPTS[1:], 40)
+    engine.send(PROMPTS[1:], TOKENS)
     while not steps[-1]["idle"]:
         steps.append(engine.step("r0", 1, 2))
         assert len(steps) < 1000
@@ -167,7 +170,7 @@ def test_the_page(browser: Any, tmp_path: Path, expected: list[list[int]]) -> No
         page.goto(f"{site}own_text.html")
         page.wait_for_function("() => document.body.dataset.step === '0'")
         page.fill("#prompt", PROMPTS[0])
-        page.fill("#tokens", "40")
+        page.fill("#tokens", str(TOKENS))
         page.click("#send-8")
         page.wait_for_function("() => Number(document.body.dataset.step) > 0 && document.body.dataset.idle === 'true'")
         last = int(page.inner_text("#number"))

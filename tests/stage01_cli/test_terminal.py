@@ -120,8 +120,7 @@ def in_terminal(*words: str, columns: int = COLUMNS, **more: str) -> list[str]:
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     command = [sys.executable, "-m", *words]
-    with fork_start.plainly():
-        process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment(**more))
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment(**more))
     os.close(theirs)
     said = b""
     while True:
@@ -166,12 +165,14 @@ def test_every_command_is_tried() -> None:
     assert sorted([*REAL, *HELP_ALONE]) == sorted(all_commands())
 
 
+@pytest.mark.slow(keep="stages")
 @pytest.mark.parametrize("command", [(), *all_commands()], ids=name_of)
 def test_help_behind_head_ends_quietly(command: tuple[str, ...]) -> None:
     code, said = behind_head("stage01_cli", *command, "--help")
     assert is_quiet(code, said), (code, said)
 
 
+@pytest.mark.slow(keep=("trace show", "trace step", "course list"))
 @pytest.mark.parametrize("command", TRIED)
 def test_a_command_behind_head_ends_quietly(command: tuple[str, ...], url: str, tmp_path: Path) -> None:
     words = [{"URL": f"{url}/v1", "WORK": str(tmp_path)}.get(word, word) for word in REAL[command]]
@@ -181,11 +182,13 @@ def test_a_command_behind_head_ends_quietly(command: tuple[str, ...], url: str, 
     assert is_quiet(code, said), (code, said)
 
 
+@pytest.mark.slow(keep="stage02")
 @pytest.mark.parametrize("program", ["stagetrace", "stage02_server", "stage03_engine", "stage04_kernels"])
 def test_the_other_programs_end_quietly_too(program: str) -> None:
     assert is_quiet(*behind_head(program, "--help"))
 
 
+@pytest.mark.slow
 def test_the_kernels_table_behind_head() -> None:
     assert is_quiet(*behind_head("stage04_kernels", "roofline"))
 
@@ -196,6 +199,7 @@ def wider(lines: list[str], columns: int) -> list[str]:
     return [line for line in plain if len(line) > columns and " " in line.strip()]
 
 
+@pytest.mark.slow(keep=("course list", "course hint", "trace view", "trace why"))
 @pytest.mark.parametrize("command", [each for each in TRIED if each.values[0][0] not in ("chat", "complete", "bench")])
 def test_no_line_is_broken_inside_a_word(command: tuple[str, ...], tmp_path: Path) -> None:
     words = [str(tmp_path) if word == "WORK" else word for word in REAL[command]]
@@ -233,6 +237,7 @@ COUNTS = {
 """What is counted -> a command that takes long."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [pytest.param(each, marks=[pytest.mark.long] * (each == "iterations")) for each in COUNTS]
 )
@@ -258,6 +263,15 @@ COLOURS = {
 
 
 @pytest.mark.parametrize("case", COLOURS)
+def test_a_terminal_has_colours_unless_somebody_says_otherwise(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    more, wanted = COLOURS[case]
+    for name, value in environment(**more).items():
+        monkeypatch.setenv(name, value)
+    assert terminal.wants_colour(stream=Screen(True)) is wanted
+
+
+@pytest.mark.slow(keep="-terminal")
+@pytest.mark.parametrize("case", COLOURS)
 @pytest.mark.parametrize(
     "words", [("trace", "show", RUN, "--req", "r5"), ("trace", "show", "nowhere")], ids=["story", "error"]
 )
@@ -281,8 +295,10 @@ def test_one_place_decides() -> None:
     wrong = []
     for stage in ("stage01_cli", "stage02_server", "stage03_engine", "stage04_kernels", "trace/stagetrace"):
         for path in sorted((ROOT / stage).rglob("*.py")):
-            name = str(path.relative_to(ROOT))
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            name, source = str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
+            if not re.search(r"isatty|\\x1b|\\033|\\u001b|\x1b|_COLOR", source):
+                continue
+            for node in ast.walk(ast.parse(source)):
                 text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
                 asks = isinstance(node, ast.Attribute) and node.attr == "isatty" and "stdin" not in ast.unparse(node)
                 if name not in allowed and (asks or text.startswith("\x1b[") or text in ("NO_COLOR", "FORCE_COLOR")):

@@ -167,6 +167,7 @@ def test_a_click_on_a_token_leads_to_where_it_was_chosen(opened: Any) -> None:
     assert tab.locator(".chosen").text_content().endswith("its request has given its blocks back.")
 
 
+@pytest.mark.slow
 def test_a_recording_without_logprobs_has_no_such_panel(opened: Any) -> None:
     assert opened("one_request").locator(".chances").is_hidden()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from toy_engine import STEM, ToyEngine, random_life, record
 
 from stage03_engine.core.features.prefix_cache_reset.prefix_cache_reset import reset
@@ -50,7 +50,6 @@ def _number(lines: list[Line]) -> None:
         line["seq"] = number
 
 
-@settings(max_examples=25, deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from([0, 4]), st.sampled_from([0, 3]), st.booleans())
 def test_whatever_an_engine_does_its_recording_is_consistent(seed: int, swap: int, drafts: int, caching: bool) -> None:
     def some_life() -> None:
@@ -141,7 +140,6 @@ def test_what_contradicts_itself_is_found(what: str, tmp_path: Path) -> None:
     assert any(re.search(words, str(finding)) for finding in report.findings), [str(f) for f in report.findings]
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_a_lost_line_is_missed_by_its_number(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from toy_engine import STEM, ToyEngine, random_life, record
 
 from stagetrace.__main__ import main
@@ -43,7 +43,6 @@ def write(directory: Path, lines: list[Line]) -> None:
     (directory / "EngineCore_DP0-1.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-@settings(max_examples=20, deadline=None)
 @given(st.integers(0, 10**6))
 def test_the_same_life_twice_is_the_same(seed: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -84,7 +83,6 @@ def test_a_recording_is_like_itself_and_unlike_the_others(folder: Path) -> None:
     assert all(not compare(folder, other).same for other in others[:5])
 
 
-@settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_one_changed_event_is_found_in_its_step_and_request(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from stagetrace import Event, read_run, tell
 from stagetrace.__main__ import main
@@ -110,7 +110,6 @@ def test_a_lost_end_of_a_span_does_not_prolong_the_span_around_it() -> None:
     assert [int(r["ts"] * 1000) for r in records if r["name"] == "engine.step" and r["ph"] == "E"] == steps
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.sampled_from(["preemption", "mixed", "engine_death", "client_abort"]), st.data())
 def test_recordings_with_holes_have_the_right_form(name: str, data: st.DataObject) -> None:
     """A crash cuts the end off, filters leave events out."""
@@ -122,7 +121,6 @@ def test_recordings_with_holes_have_the_right_form(name: str, data: st.DataObjec
     check_format(export([e for i, e in enumerate(window) if e.name not in missing and i not in holes]))
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(-20, 30), min_size=200, max_size=200), st.integers(10**6, 10**17))
 def test_times_that_crowd_together_do_not_overlap(gaps: list[int], boot: int) -> None:
     """Nanoseconds apart, none at all, or backwards (a cause with a later time than its effect), after any time since boot."""

@@ -195,6 +195,7 @@ def test_recordings_of_nothing_say_so(story: Story) -> None:
         assert getattr(figures, f"{name}_table")(story).count("\n") == 0, "a head, and no rows"
 
 
+@pytest.mark.slow(keep=("5]", "6]"))
 @pytest.mark.parametrize("lost", [1, 3, 5, 6, 10])
 def test_a_run_that_ends_anywhere_is_drawn(lost: int) -> None:
     """The last events are lost, whatever they were: within a step, before its decision, in a forward pass."""
@@ -208,6 +209,7 @@ def test_a_run_that_ends_anywhere_is_drawn(lost: int) -> None:
             assert run.holders[column].get(stretch.block, set()) == set(stretch.holders)
 
 
+@pytest.mark.slow(keep="3000")
 @pytest.mark.parametrize(("steps", "requests", "num_blocks"), [(3000, 200, 300), (450, 300, 118)])
 def test_large_recordings_are_drawn_with_few_artists(steps: int, requests: int, num_blocks: int) -> None:
     """What takes the time is the number of artists, and of hatched pieces."""

@@ -33,6 +33,7 @@ def visible_labels(axis: Axis) -> list[Text]:
     return [tick.label1 for tick in ticks if tick.label1.get_text()]
 
 
+@pytest.mark.slow(keep=("crowd", "one_request"))
 @pytest.mark.parametrize("name", [*RUNS, "crowd"])
 def test_nothing_is_cut_and_no_labels_cover_each_other(name: str) -> None:
     story = tell(invent(1, 80, 40, 60).events) if name == "crowd" else tell(Recording(RECORDED / name))

@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from invented_run import InventedRun, invent
 
 from stagetrace import Recording, Story, figures, read_run, tell
@@ -26,7 +26,6 @@ NAMES = ["request_timeline", "process_lanes", "block_map", "token_budget", "late
 invented_runs = st.builds(
     invent, st.integers(0, 10**6), st.integers(1, 40), st.integers(1, 12), st.sampled_from([3, 8, 24])
 )
-few = settings(max_examples=60, deadline=None)
 
 
 def grid(story: Story) -> list[dict[int, set[str]]]:
@@ -43,7 +42,6 @@ def true_grid(run: InventedRun) -> list[dict[int, set[str]]]:
     return [{b: set() for b in found} | held for found, held in zip(run.findable, run.holders)]
 
 
-@few
 @given(invented_runs)
 def test_the_block_map_is_the_state_at_every_decision(run: InventedRun) -> None:
     assert grid(tell(run.events)) == true_grid(run)
@@ -90,7 +88,6 @@ def test_recorded_runs_share_evict_and_hit() -> None:
     assert all(kinds[name] for name in ("kv.allocated", "kv.freed", "kv.cached", "kv.evicted", "sched.prefix_hit"))
 
 
-@few
 @given(invented_runs)
 def test_joined_boxes_cover_the_same_blocks(run: InventedRun) -> None:
     map_ = blocks.stretches(tell(run.events))
@@ -102,7 +99,6 @@ def test_joined_boxes_cover_the_same_blocks(run: InventedRun) -> None:
     assert joined == one_by_one
 
 
-@few
 @given(invented_runs)
 def test_the_block_table_says_the_same(run: InventedRun) -> None:
     story = tell(run.events)
@@ -126,7 +122,6 @@ def test_the_block_table_says_the_same(run: InventedRun) -> None:
         assert shared == sum(len(holders) > 1 for holders in held.values())
 
 
-@few
 @given(invented_runs)
 def test_the_timeline_is_what_every_request_did(run: InventedRun) -> None:
     story = tell(run.events)
@@ -141,7 +136,6 @@ def test_the_timeline_is_what_every_request_did(run: InventedRun) -> None:
     assert kinds == run.kinds and tokens == run.tokens
 
 
-@few
 @given(invented_runs)
 def test_the_timeline_table_has_every_step_of_every_request(run: InventedRun) -> None:
     story = tell(run.events)
@@ -163,7 +157,6 @@ def test_the_timeline_table_has_every_step_of_every_request(run: InventedRun) ->
     assert sum("recording ends" in line for line in lines) == len(run.guests)
 
 
-@few
 @given(invented_runs)
 def test_the_budget_is_shared_as_decided(run: InventedRun) -> None:
     story = tell(run.events)

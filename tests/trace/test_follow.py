@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from stagetrace import Event
 from stagetrace.event import encode_line
@@ -96,7 +96,6 @@ def test_ctrl_c_and_limit_end_it(tmp_path: Path, start) -> None:
     assert limited.wait() == 0
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([3, 50, 20_000]))
 def test_every_event_once_however_it_is_written(seed: int, max_held: int) -> None:
     """Bytes arrive in pieces of any size, files are renamed under the reader, much may have been written before."""

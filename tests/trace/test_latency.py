@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from stagetrace import VOCABULARY, Event, Recording, tell
 from stagetrace.read.bounded import tell_bounded
@@ -78,7 +78,6 @@ def request(script: Script, waits: list[int], req: str = "cmpl-a-0", head: str |
             script.at(next(wait), "sse.chunk", req=head or req)
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(0, 10**6), min_size=40, max_size=40), st.data())
 def test_the_parts_add_up_whatever_was_recorded(waits: list[int], data: st.DataObject) -> None:
     script = Script()
@@ -116,7 +115,6 @@ def test_each_part_is_the_time_that_the_token_spent_there() -> None:
     }
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.integers(-50, 50), st.integers(-50, 50), st.lists(st.tuples(st.integers(-60, 60), st.sampled_from("abc"))))
 def test_divide_adds_up_and_follows_the_clock(start: int, end: int, changes: list[tuple[int, str]]) -> None:
     assert sum(divide(start, end, "first", changes).values()) == end - start
@@ -317,7 +315,6 @@ def test_the_compiler_of_a_grammar_is_no_queue(cached: bool) -> None:
     assert parts == expected | ({} if cached else {"grammar": 70})
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(), min_size=1), st.integers(1, 100))
 def test_percentiles_are_values_that_occurred(values: list[int], percent: int) -> None:
     values.sort()

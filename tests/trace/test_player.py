@@ -53,10 +53,10 @@ READ_STATE = """([engine, positions]) => positions.map(position => {
 
 
 class Opened:
-    """A page in the browser, and all that went wrong on it."""
+    """A window of the browser, and all that went wrong on it."""
 
-    def __init__(self, browser: Any, path: Path, text: str, link: str = "", **context: Any) -> None:
-        self.context = browser.new_context(viewport={"width": 1400, "height": 1000}, **context)
+    def __init__(self, browser: Any) -> None:
+        self.context = browser.new_context()
         self.context.set_default_timeout(1000 * PATIENCE)
         self.page = self.context.new_page()
         self.requests: list[str] = []
@@ -64,6 +64,11 @@ class Opened:
         self.page.on("request", lambda request: self.requests.append(request.url))
         self.page.on("console", lambda message: self.errors.append(message.text))
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+
+    def load(self, path: Path, text: str, link: str = "", **media: str) -> None:
+        self.page.set_viewport_size({"width": 1400, "height": 1000})
+        self.page.emulate_media(**{"color_scheme": "light", "reduced_motion": "no-preference"} | media)
+        self.page.goto("about:blank")
         file = path / "player.html"
         file.write_text(text, encoding="utf-8")
         self.page.goto(file.as_uri() + link)
@@ -89,20 +94,26 @@ class Opened:
         return str(self.page.locator(selector).first.text_content())
 
 
-@pytest.fixture
-def opened(browser: Any, tmp_path: Path) -> Iterator[Any]:
-    """A function that opens a page; whatever it opened must have been silent and alone."""
-    pages: list[Opened] = []
+@pytest.fixture(scope="module")
+def window(browser: Any) -> Iterator[Opened]:
+    one = Opened(browser)
+    yield one
+    one.context.close()
 
-    def open_page(*recordings: Any, link: str = "", **context: Any) -> Opened:
-        pages.append(Opened(browser, tmp_path, page(*recordings), link, **context))
-        return pages[-1]
+
+@pytest.fixture
+def opened(window: Opened, tmp_path: Path) -> Iterator[Any]:
+    """A function that opens a page in the window, as a window for each would cost as much again; whatever it opened must have been
+    silent and alone."""
+
+    def open_page(*recordings: Any, link: str = "", **media: str) -> Opened:
+        window.load(tmp_path, page(*recordings), link, **media)
+        return window
 
     yield open_page
-    for one in pages:
-        one.context.close()
-        assert one.errors == []
-        assert [url for url in one.requests if not url.startswith(("file:", "data:"))] == []
+    assert window.errors == []
+    assert [url for url in window.requests if not url.startswith(("file:", "data:", "about:blank"))] == []
+    window.page.goto("about:blank")  # it may still play
 
 
 def check_state(
@@ -131,6 +142,7 @@ def check_state(
     assert shown["messages"] == sent[-4:]
 
 
+@pytest.mark.slow(keep="preemption")
 @pytest.mark.parametrize("name", RUNS)
 def test_what_it_shows_is_what_the_recording_says(opened: Any, name: str) -> None:
     events = read_run(RECORDED / name).events
@@ -158,7 +170,7 @@ def test_what_is_drawn_in_parts_is_what_is_drawn_as_a_whole(opened: Any) -> None
     """The block map and the rows draw only what changed: after jumps in any direction the picture is that of a page drawn at once."""
     events = read_run(RECORDED / "preemption").events
     chance = random.Random(5)
-    order = [chance.randrange(len(events)) for _ in range(12)] + [600, 601, 602, 601]
+    order = [chance.randrange(len(events)) for _ in range(6)] + [600, 601, 602, 601]
     player = opened(RECORDED / "preemption")
     picture = """() => player.panels[0].engines.map(({blocks}) => blocks.surface.canvas.toDataURL()).concat(
       player.panels[0].timeline.surface.canvas.toDataURL(), document.querySelector(".run").outerHTML.replace(/ style="[^"]*"/g, ""))"""
@@ -202,6 +214,7 @@ def test_every_lane_and_what_crosses_between_them(opened: Any) -> None:
     assert "executor.step_sent in EngineCore_DP0" in player.text(".event .facts")
 
 
+@pytest.mark.slow
 def test_two_engines_are_two_schedulers(opened: Any) -> None:
     events = read_run(RECORDED / "dp2_death").events
     player = opened(RECORDED / "dp2_death")
@@ -238,9 +251,23 @@ def test_it_opens_where_something_happens_and_its_address_leads_back(opened: Any
     third.page.wait_for_url(f"**#e={scheduled + 1}&req=r3")
     third.page.evaluate("location.hash = '#e=100'")
     third.page.wait_for_function("document.querySelector('.run').dataset.at === '99'")
-    for nonsense in ("#e=0", "#e=x&step=-1", "#req=nobody", "#%"):
-        assert opened(RECORDED / "mixed", link=nonsense).at() == first
-    assert opened(RECORDED / "mixed", link="#e=999999999").at() == len(events) - 1
+
+
+@pytest.mark.slow(keep=("nobody", "damaged"))
+@pytest.mark.parametrize(
+    "link",
+    [
+        "#e=0",
+        "#e=x&step=-1",
+        "#req=nobody",
+        pytest.param("#%", id="damaged"),
+        pytest.param("#e=999999999", id="behind"),
+    ],
+)
+def test_an_address_that_leads_nowhere(opened: Any, link: str) -> None:
+    events = read_run(RECORDED / "one_request").events
+    first = next(i for i, e in enumerate(events) if e.name == "sched.scheduled")
+    assert opened(RECORDED / "one_request", link=link).at() == (len(events) - 1 if "999" in link else first)
 
 
 def test_the_tour_stops_in_each_phase(opened: Any) -> None:
@@ -260,25 +287,29 @@ def test_the_tour_stops_in_each_phase(opened: Any) -> None:
     )
 
 
-def test_a_dead_engine_is_seen_dead(opened: Any) -> None:
+@pytest.mark.slow(keep="dp2_death")
+@pytest.mark.parametrize(
+    ("name", "told", "count"), [("engine_death", "engine.dead", 1), ("dp2_death", "dp.engine_lost", 3)]
+)
+def test_a_dead_engine_is_seen_dead(opened: Any, name: str, told: str, count: int) -> None:
     """Also one of several: its lane and its panels, and when its death was seen; the others live."""
-    for name, told, count in (("engine_death", "engine.dead", 1), ("dp2_death", "dp.engine_lost", 3)):
-        events = read_run(RECORDED / name).events
-        at = next(i for i, e in enumerate(events) if e.name == told)
-        player = opened(RECORDED / name)
-        player.read(at - 1)
-        assert player.page.locator(".dead").count() == 0
-        player.read(at)
-        assert player.page.locator(".lane.dead").count() == player.page.locator(".core.dead").count() == 1
-        assert player.page.locator(".core").count() == count
-        seen = player.page.evaluate("at => timeText(player.recordings[0].events[at].us)", at)
-        assert f"Seen {seen} after the start" in player.text(".core.dead .whose")
-        assert f"Seen {seen} after the start" in player.text(".lane.dead .inside")
-        assert player.page.evaluate(CONTRAST) == []
-        player.read(at - 1)
-        assert player.page.locator(".dead").count() == 0
+    events = read_run(RECORDED / name).events
+    at = next(i for i, e in enumerate(events) if e.name == told)
+    player = opened(RECORDED / name)
+    player.read(at - 1)
+    assert player.page.locator(".dead").count() == 0
+    player.read(at)
+    assert player.page.locator(".lane.dead").count() == player.page.locator(".core.dead").count() == 1
+    assert player.page.locator(".core").count() == count
+    seen = player.page.evaluate("at => timeText(player.recordings[0].events[at].us)", at)
+    assert f"Seen {seen} after the start" in player.text(".core.dead .whose")
+    assert f"Seen {seen} after the start" in player.text(".lane.dead .inside")
+    assert player.page.evaluate(CONTRAST) == []
+    player.read(at - 1)
+    assert player.page.locator(".dead").count() == 0
 
 
+@pytest.mark.slow
 def test_the_axis_is_time_and_zooms(opened: Any) -> None:
     player = opened(RECORDED / "mixed")
     view = "player.panels[0].timeline.view"
@@ -302,6 +333,7 @@ def test_the_axis_is_time_and_zooms(opened: Any) -> None:
     )
 
 
+@pytest.mark.slow
 def test_rows_that_run_are_brought_into_view(opened: Any) -> None:
     run, rng = InventedRun(random.Random(2), num_blocks=400, budget=400), range(40)
     run.created()
@@ -448,6 +480,7 @@ def test_two_runs_side_by_side(opened: Any) -> None:
     assert shared.press("End") == shared.at(1) == len(run.events) - 1
 
 
+@pytest.mark.slow(keep="stall")
 @pytest.mark.parametrize("bug", ["bug_leak", "bug_stall", "bug_starvation"])
 def test_the_first_difference_is_that_of_diff(opened: Any, bug: str) -> None:
     lane = compare(RECORDED / bug, RECORDED / f"{bug}_healthy", only_core=True).steps[0]
@@ -459,15 +492,18 @@ def test_the_first_difference_is_that_of_diff(opened: Any, bug: str) -> None:
     assert player.page.locator(".only-here li").count() > 0
 
 
+@pytest.mark.slow
 def test_a_quiet_page_for_who_wants_one(opened: Any) -> None:
     sent = next(i for i, e in enumerate(read_run(RECORDED / "mixed").events) if e.name == "zmq.request_sent")
     animation = "getComputedStyle(document.querySelector('.zmq .pill')).animationName"
+    player = opened(RECORDED / "mixed")
     for motion, expected in (("no-preference", "from-left"), ("reduce", "none")):
-        player = opened(RECORDED / "mixed", reduced_motion=motion)
+        player.page.emulate_media(reduced_motion=motion)
         player.read(sent)
         assert player.page.evaluate(animation) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_has_the_colours_of_the_figures(opened: Any, scheme: str) -> None:
     player = opened(RECORDED / "preemption", color_scheme=scheme)
@@ -496,6 +532,7 @@ CONTRAST = """() => {
 }"""
 
 
+@pytest.mark.slow(keep="700-dark")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [700, 1400])
 def test_it_fits_and_can_be_read(opened: Any, scheme: str, width: int) -> None:
@@ -508,6 +545,7 @@ def test_it_fits_and_can_be_read(opened: Any, scheme: str, width: int) -> None:
     assert (sum(map(int, re.findall(r"\d+", background))) < 200) == (scheme == "dark")
 
 
+@pytest.mark.slow
 def test_everything_can_be_reached_and_has_a_name(opened: Any) -> None:
     player = opened(RECORDED / "mixed")
     names = set()
@@ -568,7 +606,7 @@ def test_what_a_client_wrote_is_text(opened: Any) -> None:
     run = evil_run()
     player = opened(run, run)
     player.page.on("dialog", lambda dialog: player.errors.append(dialog.message))
-    for place in range(len(run.events)):
+    for place in range(0, len(run.events), 3):
         player.read(place)
         assert player.page.evaluate("document.querySelectorAll('img, main b b, script').length") == 2  # its own scripts
     assert player.page.locator(".run[data-run=A] .texts .prompt").all_text_contents() == EVIL
@@ -579,11 +617,13 @@ def test_what_a_client_wrote_is_text(opened: Any) -> None:
     assert any(EVIL[0] in reason for reason in reasons) and EVIL[0] in player.text(".event .facts")
 
 
+@pytest.mark.slow
 def test_in_a_notebook(browser: Any, tmp_path: Path) -> None:
     """The frame of a notebook cell, or of an exported page: it gets the keys, and its scripts run in there."""
     shown = show(RECORDED / "one_request", height=500)._repr_html_()
     assert 'height="500"' in shown and len(shown) < 1.1 * len(page(RECORDED / "one_request"))
-    player = Opened(browser, tmp_path, f"<!doctype html><h1>A notebook</h1>{shown}")
+    player = Opened(browser)
+    player.load(tmp_path, f"<!doctype html><h1>A notebook</h1>{shown}")
     frame = player.page.frame_locator("iframe")
     frame.locator("#event-on").click()
     frame.locator("body").press("ArrowRight")
@@ -720,6 +760,7 @@ def test_a_picture_shows_the_newest_place_of_a_pulled_slider(opened: Any) -> Non
     assert player.text(".event-name") == second
 
 
+@pytest.mark.slow
 def test_a_key_counts_more_than_where_the_slider_was_before_it(opened: Any) -> None:
     player = opened(RECORDED / "preemption")
     at = player.page.evaluate(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from server_under_test import all_prefixes
 
 from stage03_engine.arg_utils import EngineArgs
@@ -60,7 +60,6 @@ def test_phases_names_and_both(tmp_path: Path) -> None:
     assert [e.name for e in both] == [e.name for e in everything if e.name.startswith("sched.")]
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.lists(st.sampled_from([f"r{i}" for i in range(8)]), max_size=3, unique=True), min_size=1, max_size=12),
     st.floats(0.05, 0.95),
@@ -90,7 +89,6 @@ def test_a_request_is_there_whole_or_not_at_all_and_its_steps_with_it(
     assert [e.seq for e in sampled] == list(range(1, len(sampled) + 1))
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.lists(st.uuids(), min_size=200, max_size=200, unique=True), st.sampled_from([0.1, 0.5, 0.9]))
 def test_about_the_share_is_kept_and_every_process_decides_alike(ids: list[Any], sample: float) -> None:
     def keeps(request_id: str) -> bool:

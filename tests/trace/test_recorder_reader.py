@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from stagetrace import VOCABULARY, Event, Recorder, read_run
 from stagetrace.event import decode_line, encode_line
@@ -109,7 +109,6 @@ events = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=100, deadline=None)
 @given(events)
 def test_every_event_survives_its_line(event: Event) -> None:
     try:
@@ -119,7 +118,6 @@ def test_every_event_survives_its_line(event: Event) -> None:
     assert line.count(b"\n") == 1 and decode_line(line) == event
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_no_event_stands_before_its_cause_even_when_clocks_disagree(data: st.DataObject) -> None:
     """Messages between processes whose clocks are off by up to their whole run."""

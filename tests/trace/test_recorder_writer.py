@@ -12,7 +12,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from stagetrace import Event, Recorder, read_run, writer
 from stagetrace.event import decode_line
@@ -69,7 +69,6 @@ def test_the_file_of_many_threads_holds_every_event_nearly_in_the_order_of_its_n
         assert [e.step for e in events if e.req == f"t{thread}"] == list(range(200))
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 90_000), max_size=40), st.integers(1 << 16, 1 << 18), st.booleans())
 def test_rotation_keeps_the_newest_events_within_the_limit(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int], limit: int, flush: bool

@@ -7,13 +7,11 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from stagetrace import Event, Recording, read_run
 from stagetrace.event import encode_line
 from stagetrace.read.reader import REORDER_WINDOW
-
-SETTINGS = settings(max_examples=60, deadline=None)
 
 
 def event(pid: int, seq: int, ts: int, cause: str | None = None, name: str = "cli.main") -> Event:
@@ -81,7 +79,6 @@ def check_sequence(events: list[Event]) -> None:
             highest[one.pid] = one.seq
 
 
-@SETTINGS
 @given(processes(), st.integers(0, 2**32), st.booleans())
 def test_all_come_out_once_and_after_their_causes(lanes: list[list[Event]], seed: int, torn: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -99,7 +96,6 @@ def test_all_come_out_once_and_after_their_causes(lanes: list[list[Event]], seed
         assert one.cause not in recorded or place[one.cause] < i
 
 
-@SETTINGS
 @given(processes(contradictory=True), st.integers(0, 2**32))
 def test_contradictory_causes_lose_nothing(lanes: list[list[Event]], seed: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -109,7 +105,6 @@ def test_contradictory_causes_lose_nothing(lanes: list[list[Event]], seed: int) 
     check_sequence(events)
 
 
-@SETTINGS
 @given(processes(), st.integers(0, 2**32))
 def test_without_causes_and_clock_trouble_it_is_the_order_of_time(lanes: list[list[Event]], seed: int) -> None:
     lanes = [[event(one.pid, one.seq, i * 7 + one.pid) for i, one in enumerate(lane)] for lane in lanes]

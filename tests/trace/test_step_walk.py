@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from stagetrace import Recording, read_run, tell
 from stagetrace.__main__ import main
@@ -108,7 +108,6 @@ def test_the_state_agrees_with_what_the_engine_said(run: str) -> None:
     assert seen == len(steps)
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.integers(0, 2**32))
 def test_a_short_memory_shows_in_nothing(seed: int) -> None:
     """Random walks with a history of a few events end where a list of all events says."""

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from stagetrace import Event, Recording, read_run, tell
 from stagetrace.__main__ import main
@@ -140,7 +140,6 @@ def test_colour_only_when_asked_for_and_never_alone(command, monkeypatch: pytest
     assert not any("\x1b" in line for line in command("view", run, "--color", "auto", "--width", "100"))
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_filters_keep_exactly_what_they_say(data: st.DataObject) -> None:
     import contextlib

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from toy_engine import ANY_JSON, STEM, ToyEngine, random_life, record
 
 from stagetrace import Event, read_run
@@ -53,7 +53,6 @@ def rules_by_event(events: list[Event], request_id: str, step: int) -> set[str]:
     return rules
 
 
-@settings(max_examples=15, deadline=None)
 @given(
     st.integers(0, 10**6), st.sampled_from(["fcfs", "priority", "fair"]), st.sampled_from([0, 6]), st.sampled_from([0, 8]), st.booleans()
 )  # fmt: skip
