@@ -8,8 +8,9 @@ import shlex
 from pathlib import Path
 
 import pytest
-from judging import Rejected, judge_functions, load, reference, signatures, text_of, verdict
+from judging import Rejected, judge_functions, load, reference, signatures, text_of, verdict, wrong_signatures
 from mistakes import table, written
+from pasted import pasted
 
 from stage01_cli.main import make_parser
 from stage01_cli.tools.course.exercises import FOLDER, ROOT, Exercise, exercises
@@ -127,6 +128,36 @@ def test_what_the_texts_tell_to_type_can_be_typed(readme: Path) -> None:
                 make_parser("course").parse_args(words[1:])
     for target in re.findall(r"\]\(([^)#:]+)", text):
         assert (readme.parent / target).exists(), f"{readme.name} points to {target}"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("def f(:\n", "line 1"),
+        ("import no_such_module\n", "line 1: ModuleNotFoundError"),
+        ("import sys\n\nsys.exit(3)\n", "line 3: SystemExit: 3"),
+        ("1 / 0\n", "line 1: ZeroDivisionError"),
+    ],
+)
+def test_why_a_file_cannot_be_loaded_is_said_with_its_line(
+    text: str, said: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    [loaded] = [each.loaded for each in request.config.pluginmanager.get_plugins() if hasattr(each, "NotTheirOwn")]
+    (tmp_path / "solution.py").write_text(text, encoding="utf-8")
+    module, reason = loaded(tmp_path / "solution.py")
+    assert module is None and reason.startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [("return {}['x']", "KeyError: 'x' (own.py, line "), ("raise SystemExit", "SystemExit:  (own.py, line ")],
+)
+def test_what_a_solution_raises_is_said_with_its_line(line: str, said: str, tmp_path: Path) -> None:
+    scheduler, path = exercises()[5], tmp_path / "own.py"
+    path.write_text(f"{pasted(scheduler)}\n\nclass Scheduler(Scheduler):\n    def schedule(self):\n        {line}\n")
+    assert said in str(verdict(scheduler, load(path)))
+    path.write_text(path.read_text().replace("schedule(self)", "schedule(self, more)"))
+    assert wrong_signatures(scheduler, load(path)) == ["Scheduler.schedule takes (self), not (self, more)"]
 
 
 @pytest.mark.parametrize(("number", "name"), [(4, "BlockPool.usage"), (11, "num_accepted")])
