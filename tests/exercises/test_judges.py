@@ -137,6 +137,7 @@ def test_what_the_texts_tell_to_type_can_be_typed(readme: Path) -> None:
         ("import no_such_module\n", "line 1: ModuleNotFoundError"),
         ("import sys\n\nsys.exit(3)\n", "line 3: SystemExit: 3"),
         ("1 / 0\n", "line 1: ZeroDivisionError"),
+        ("import pytest\n\npytest.exit('passed', 0)\n", "line 3: Exit: passed"),
     ],
 )
 def test_why_a_file_cannot_be_loaded_is_said_with_its_line(
