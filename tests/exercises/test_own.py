@@ -33,6 +33,7 @@ def test_an_exercise_leaves_something_open(exercise: Exercise) -> None:
     assert names and {*names} == {name for found in own.references(exercise).values() for name in found}
 
 
+@pytest.mark.slow(keep=("renamed", "ex05", "ex15"))
 @ALL
 @OPENLY
 def test_what_is_borrowed_is_said_by_every_verb(

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(sandbox.problem() is not None, reason=str(sandbo
 sys.path.append(str(JUDGES))
 from pasted import pasted  # noqa: E402
 
-SCHEDULER = find("scheduler")
+SCHEDULER, POOL = find("scheduler"), find("block_pool")
 WRITTEN = pasted(SCHEDULER).replace("class Scheduler(", "class Base(") + "\n\nclass Scheduler(Base):\n"
 """An honest scheduler, and the beginning of a class that may change it."""
 ATTEMPTS = """
@@ -62,7 +62,6 @@ ATTEMPTS = """
         raise RuntimeError(f"succeeded: {{succeeded}}")
 """
 SUBMISSIONS = {
-    "good": "    pass\n",
     "loops": "    def schedule(self):\n        while True:\n            pass\n",
     "eats": "    def schedule(self):\n        self.all = [bytearray(100 << 20) for _ in range(1000)]\n",
     "prints": "    def schedule(self):\n        while True:\n            print('x' * 1000000)\n",
@@ -97,7 +96,7 @@ def submit(folder: Path, student: str, body: str) -> Path:
     return path
 
 
-FEW = frozenset({"good", "tries", "links"})
+FEW = frozenset({"good", "tries", "links"})  # one is judged to its end, one tries to get out, and one need not run
 EVERYBODY = FEW | SUBMISSIONS.keys()
 
 
@@ -107,6 +106,8 @@ def grades(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder, temporary = tmp_path_factory.mktemp("class"), tmp_path_factory.mktemp("scratch")
     outside = folder / "outside.txt"
     outside.write_text("untouched")
+    (folder / "good").mkdir()
+    POOL.solution(folder / "good").write_text(pasted(POOL), encoding="utf-8")
     for student in SUBMISSIONS.keys() & request.param:
         submit(folder, student, SUBMISSIONS[student])
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -135,7 +136,7 @@ def test_every_submission_has_its_own_line(grades: dict[str, dict[str, str]]) ->
     assert {name: row["outcome"] == "passed" for name, row in grades.items()} == {
         name: name == "good" for name in grades
     }
-    assert grades["good"]["points"] == str(SCHEDULER.points) and grades["tries"]["points"] == "0"
+    assert grades["good"]["points"] == str(POOL.points) and grades["tries"]["points"] == "0"
     assert grades["tries"]["imports"] == "os, socket, stagetrace, threading"
 
 

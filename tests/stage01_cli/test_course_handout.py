@@ -162,6 +162,18 @@ for step in ("1_generate", "2_kv_cache", "3_continuous_batching"):
 """
 
 
+def test_the_ladder_is_as_it_was_up_to_what_is_withheld(copy: Path) -> None:
+    files = [
+        path
+        for path in (ROOT / "notebooks/ladder").rglob("*.py")
+        if str(path.relative_to(ROOT)) not in handouts.AFTERWARDS
+    ]
+    assert len(files) > 3
+    for path in files:
+        assert (copy / path.relative_to(ROOT)).read_text() == path.read_text(), path.name
+
+
+@pytest.mark.slow
 def test_the_steps_of_the_ladder_that_are_open_run_in_it(copy: Path) -> None:
     code, said = python(copy, "-c", LADDER)
     assert code == 0 and said.count("end of") == 3, said
