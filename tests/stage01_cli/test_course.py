@@ -164,16 +164,12 @@ def test_a_comparison_says_how_much_the_rounds_differ(
     ("text", "said"),
     [
         ("def f(:\n", "line 1"),
-        ("import no_such_module\n" + WRITTEN.replace("from __future__ import annotations\n", "") + "    pass\n", "ModuleNotFoundError"),
         ("class Other:\n    pass\n", "Write Scheduler yourself: your file does not define it."),
         (WRITTEN + "    def schedule(self, more):\n        pass\n", "Scheduler.schedule takes (self), not (self, more)"),
-        (WRITTEN + "    def schedule(self):\n        return {}['x']\n", "KeyError: 'x' (ex05_scheduler.py, line "),
-        (WRITTEN + "    pass\n\n\nimport sys\nsys.exit(3)\n", ": SystemExit: 3"),
-        (WRITTEN + "    def schedule(self):\n        raise SystemExit\n", "SystemExit:  (ex05_scheduler.py, line "),
         (WRITTEN + "    pass\n\n\nimport os, signal\nif not os.fork():\n    signal.pause()\n1 / 0\n", "ZeroDivisionError"),
         (WRITTEN + "    def schedule(self):\n        import os\n\n        os._exit(0)\n", "ended in the middle"),
     ],
-    ids=["syntax", "import", "nothing", "signature", "exception", "leaves", "SystemExit", "fork", "exit"],
+    ids=["syntax", "nothing", "signature", "fork", "exit"],
 )  # fmt: skip
 def test_what_goes_wrong_is_said(tmp_path: Path, text: str, said: str) -> None:
     found = verdict.judge(SCHEDULER, write(tmp_path, text))
@@ -213,22 +209,6 @@ def test_watch_judges_what_is_saved_until_it_passes(
     monkeypatch.setattr(calls, "check", check)
     calls.watch(5, tmp_path)
     assert seen == ["first", "second"] and capsys.readouterr().out.startswith("waiting for the next version of ")
-
-
-@pytest.mark.slow
-def test_watch_judges_every_version_until_one_passes(tmp_path: Path) -> None:
-    write(tmp_path, WRITTEN + "    def schedule(self):\n        raise NotImplementedError\n")
-    command = [sys.executable, "-m", "stage01_cli", "course", "check", "5", "--watch", "--work", str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watching:
-        assert watching.stdout is not None
-        for line in watching.stdout:
-            if line.startswith("waiting for the next version"):
-                new = tmp_path / "new.py"  # as an editor saves: a new file in the place of the old one
-                new.write_text(WRITTEN + "    pass\n")
-                os.replace(new, SCHEDULER.solution(tmp_path))
-                break
-        rest = watching.stdout.read()
-    assert watching.returncode == 0 and "passed (" in rest
 
 
 def test_bad_words_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
