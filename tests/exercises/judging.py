@@ -74,7 +74,9 @@ class Judge:
         self._given: dict[str, Any] = {}
 
     def settings(self, examples: int = 100) -> Callable[[Any], Any]:
-        """For a property: the same examples every time, no deadline, one verdict."""
+        """For a property: the same examples every time, no deadline, one verdict. Where tests try fewer than the usual 100, so do these."""
+        if settings.default.max_examples < 100:  # `make test`, for the reference
+            examples = min(examples, settings.default.max_examples)
         return settings(
             max_examples=examples, derandomize=True, database=None, deadline=None, report_multiple_bugs=False,
             phases=(Phase.explicit, Phase.generate, Phase.shrink), suppress_health_check=list(HealthCheck),
@@ -234,14 +236,18 @@ def text_of(path: Path, name: str) -> str:
 
 
 def judge_functions(exercise: Exercise) -> list[Callable[..., Any]]:
-    """The test functions of an exercise's judge, in the order in which they stand."""
-    spec = importlib.util.spec_from_file_location(exercise.judge.stem, exercise.judge)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules.get(exercise.judge.stem)
-    if module is None:
-        module = sys.modules[exercise.judge.stem] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return [value for name, value in vars(module).items() if name.startswith("test_")]
+    """The test functions of an exercise's judge, in the order in which they stand, with as many examples as a student's check has."""
+    name, before = f"{exercise.judge.stem}_as_checked", settings.get_current_profile_name()
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, exercise.judge)
+        assert spec is not None and spec.loader is not None
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        settings.load_profile("judge")
+        try:
+            spec.loader.exec_module(module)
+        finally:
+            settings.load_profile(before)
+    return [value for name, value in vars(sys.modules[name]).items() if name.startswith("test_")]
 
 
 def verdict(exercise: Exercise, impl: ModuleType) -> Exception | None:

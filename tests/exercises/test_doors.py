@@ -1,18 +1,23 @@
-"""Every exercise's part, loaded through the student's door from a file of its own, serves streaming HTTP, and its trace is the
-reference's. Exercises share a server: all of their parts and flags are in it at once, and it gets a request of each, one after the other.
-Their loads are served in test_served.py."""
+"""Every exercise's part, loaded through the student's door from a file of its own, stands wherever the reference stood; it serves streaming
+HTTP, and its trace is the reference's. Exercises share a server: all of their parts and flags are in it at once, and it gets a request of
+each, one after the other. Their loads are served in test_served.py."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from itertools import chain
 from pathlib import Path
 
 import pytest
+from borrowed import hidden
 from judging import named, reference
 
 from stage01_cli.tools.course import serving
 from stage01_cli.tools.course.differences import of_decisions
 from stage01_cli.tools.course.exercises import Exercise, exercises
+from stage01_cli.tools.course.own import open_names
 from stage01_cli.tools.own_server import own_server
 from stagetrace.check.difference import compare
 
@@ -54,6 +59,38 @@ def test_every_exercise_is_served() -> None:
     assert sorted(chain(*SHARED)) == sorted(exercises())
 
 
+BEHIND = """
+import importlib, json, os, sys
+parts = json.loads(os.environ["STAGES_PARTS"])
+modules = [part["module"] or f"student_{os.path.basename(part['file'])[:-3]}" for part in parts]
+for name in ["stage02_server.api_server", "stage03_engine.core.engine_core_proc", *modules]:
+    importlib.import_module(name)
+for part, name in zip(parts, modules):
+    own = getattr(sys.modules[name], part["name"] or "__file__")
+    if isinstance(own, type) and not part["keep"]:
+        theirs = own.__mro__[1]
+        left = [each for each, module in [*sys.modules.items()] if each.startswith("stage0") and theirs in vars(module).values()]
+        assert not left, (part, left)
+sys.modules["stage03_engine.core.block_pool"].BlockPool(4)
+"""
+
+
+def test_every_part_comes_through_the_door_and_is_watched(tmp_path: Path) -> None:
+    """In a process without a server that imports what a server does. The block pool asks the reference, by a way that its text does not show."""
+    all_but_one = [each for each in exercises().values() if each.number != 12]  # two replace the scheduler
+    files = {each.name: solution(each, tmp_path) for each in all_but_one}
+    pool = exercises()[4]
+    files[pool.name].write_text(hidden(pool), encoding="utf-8")
+    parts = [part for each in all_but_one for part in serving.parts_of(each, files[each.name])]
+    environment = os.environ | serving.door(parts, open_names(pool))
+    run = subprocess.run([sys.executable, "-c", BEHIND], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    for module, name, file in [part for part in parts if part[0]]:
+        assert f"{serving.MARK} {module}.{name} is now the one in {file}" in run.stderr
+    assert serving.borrowed(run.stderr.splitlines()), "nobody watches it"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("numbers", SHARED, ids=lambda numbers: "-".join(f"{each:02}" for each in numbers))
 def test_the_parts_serve_and_decide_as_the_reference(numbers: tuple[int, ...], tmp_path: Path) -> None:
     group, own, right = [exercises()[each] for each in numbers], tmp_path / "own", tmp_path / "right"

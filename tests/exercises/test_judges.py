@@ -8,8 +8,9 @@ import shlex
 from pathlib import Path
 
 import pytest
-from judging import Rejected, load, reference, signatures, text_of, verdict
+from judging import Rejected, judge_functions, load, reference, signatures, text_of, verdict, wrong_signatures
 from mistakes import table, written
+from pasted import pasted
 
 from stage01_cli.main import make_parser
 from stage01_cli.tools.course.exercises import FOLDER, ROOT, Exercise, exercises
@@ -20,12 +21,30 @@ MUTANTS = [
     for each in exercises().values()
     for path in sorted((each.folder / "mutants").glob("*.py"))
 ]
+FIRST = (
+    "fractions_by_float", "decodes_each_token", "first_of_the_list", "exit_before_words", "told_once",
+    "tokens_alone", "as_many_as_there_are", "counts_when_sampled", "padding_overwrites_the_last_slot",
+    "causal_from_the_top", "no_mask", "table_by_position", "always_some_keys", "presence_per_occurrence",
+    "repetition_of_the_output_only", "chosen_is_one_of_them", "the_first_occurrence", "down_to_one_token",
+    "whole_answer_first", "budget_for_each_queue", "hits_are_not_held", "the_last_takes_the_rest",
+    "kv_heads_in_turn", "one_too_many", "only_the_answer", "all_of_it_each_time",
+    "ex16_engine-position_in_the_step", "minus_one_is_the_last_place", "one_adapter_per_step",
+    "ex18_routing-one_after_the_other",
+)  # fmt: skip
+"""One or two mutants of each exercise that are rejected soon, with words that no other one hears."""
 
 
 @ALL
 def test_the_starter_is_not_written_and_nothing_else_is_wrong(exercise: Exercise) -> None:
     error = verdict(exercise, load(exercise.starter))
     assert type(error) is NotImplementedError, error
+
+
+@pytest.mark.parametrize(("number", "examples"), [(5, 150), (11, 200), (18, 300)])
+def test_a_solution_gets_every_example_and_the_same_each_time(number: int, examples: int) -> None:
+    properties = [each for each in judge_functions(exercises()[number]) if hasattr(each, "hypothesis")]
+    chosen = [each._hypothesis_internal_use_settings for each in properties]
+    assert max(each.max_examples for each in chosen) == examples and all(each.derandomize for each in chosen)
 
 
 @ALL
@@ -38,6 +57,7 @@ def test_starter_and_reference_take_the_same_arguments(exercise: Exercise) -> No
     assert {name.partition(".")[0] for name in own} == set(exercise.parts), "a part that the starter does not have"
 
 
+@pytest.mark.slow(keep=FIRST)
 @pytest.mark.parametrize(("exercise", "path"), MUTANTS)
 def test_a_misconception_is_rejected_with_its_own_message(exercise: Exercise, path: Path) -> None:
     error = verdict(exercise, load(path))
@@ -108,6 +128,37 @@ def test_what_the_texts_tell_to_type_can_be_typed(readme: Path) -> None:
                 make_parser("course").parse_args(words[1:])
     for target in re.findall(r"\]\(([^)#:]+)", text):
         assert (readme.parent / target).exists(), f"{readme.name} points to {target}"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("def f(:\n", "line 1"),
+        ("import no_such_module\n", "line 1: ModuleNotFoundError"),
+        ("import sys\n\nsys.exit(3)\n", "line 3: SystemExit: 3"),
+        ("1 / 0\n", "line 1: ZeroDivisionError"),
+        ("import pytest\n\npytest.exit('passed', 0)\n", "line 3: Exit: passed"),
+    ],
+)
+def test_why_a_file_cannot_be_loaded_is_said_with_its_line(
+    text: str, said: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    [loaded] = [each.loaded for each in request.config.pluginmanager.get_plugins() if hasattr(each, "NotTheirOwn")]
+    (tmp_path / "solution.py").write_text(text, encoding="utf-8")
+    module, reason = loaded(tmp_path / "solution.py")
+    assert module is None and reason.startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [("return {}['x']", "KeyError: 'x' (own.py, line "), ("raise SystemExit", "SystemExit:  (own.py, line ")],
+)
+def test_what_a_solution_raises_is_said_with_its_line(line: str, said: str, tmp_path: Path) -> None:
+    scheduler, path = exercises()[5], tmp_path / "own.py"
+    path.write_text(f"{pasted(scheduler)}\n\nclass Scheduler(Scheduler):\n    def schedule(self):\n        {line}\n")
+    assert said in str(verdict(scheduler, load(path)))
+    path.write_text(path.read_text().replace("schedule(self)", "schedule(self, more)"))
+    assert wrong_signatures(scheduler, load(path)) == ["Scheduler.schedule takes (self), not (self, more)"]
 
 
 @pytest.mark.parametrize(("number", "name"), [(4, "BlockPool.usage"), (11, "num_accepted")])

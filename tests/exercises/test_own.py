@@ -33,6 +33,7 @@ def test_an_exercise_leaves_something_open(exercise: Exercise) -> None:
     assert names and {*names} == {name for found in own.references(exercise).values() for name in found}
 
 
+@pytest.mark.slow(keep=("renamed", "ex05", "ex15"))
 @ALL
 @OPENLY
 def test_what_is_borrowed_is_said_by_every_verb(
@@ -89,6 +90,16 @@ def test_a_starter_cannot_serve_yet(exercise: Exercise, tmp_path: Path) -> None:
     assert len(str(error.value).splitlines()) == 1
 
 
+def test_whoever_has_asked_the_reference_while_serving_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = f"{serving.MARK} Write BlockPool.usage yourself: yours calls the reference's, in line 7."
+    monkeypatch.setattr(serving, "record", lambda *given: serving.Run(tmp_path, {}, ["another line", said]))
+    with pytest.raises(ConfigError, match=r"ex04_block_pool.py: Write .* yourself: yours calls .*, in line 7\."):
+        serving.served(exercises()[4], exercises()[4].solution(tmp_path), tmp_path)
+
+
+@pytest.mark.slow
 def test_the_server_says_who_has_answered(tmp_path: Path) -> None:
     """The part comes through the door, and asks the reference by a way that no reader of its text sees."""
     pool = exercises()[4]

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from judging import named, reference
+from judging import load, named, reference
 
 from stage01_cli.main import main
 from stage01_cli.tools.course import grading, sandbox
@@ -90,6 +90,7 @@ LATER = """
     if query.shape[0] == 35:
         raise RuntimeError("only where it is timed")
 """
+START = "    keys, values = kv_cache.view("
 
 
 @pytest.fixture
@@ -97,15 +98,29 @@ def paged() -> Iterator[tuple[Exercise, str]]:
     """Exercise 6, and its reference's text as somebody's own."""
     from pasted import pasted
 
-    yield find(6), pasted(find(6))
+    text = pasted(find(6))
+    assert text.count(START) == 1
+    yield find(6), text
+
+
+def test_a_part_that_fails_only_where_it_is_timed_has_no_speed(
+    paged: tuple[Exercise, str], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    exercise, text = paged
+    [timing] = [each.Timing for each in request.config.pluginmanager.get_plugins() if hasattr(each, "Timing")]
+    path = exercise.solution(tmp_path)
+    for more in (LATER, ""):
+        path.write_text(text.replace(START, more + START), encoding="utf-8")
+        found = timing(exercise).of(request.config, load(path), path)
+        assert not more or (found.startswith("line ") and "only where it is timed" in found)
+    assert {OWN, REFERENCE} == found.keys() and all(len(each) == ROUNDS for each in found.values())
 
 
 @shut_in
+@pytest.mark.slow
 def test_speed_is_measured_in_the_sandbox_and_costs_no_points(paged: tuple[Exercise, str], tmp_path: Path) -> None:
     exercise, text = paged
-    start = "    keys, values = kv_cache.view("
-    assert text.count(start) == 1
-    for student, written in (("good", text), ("later", text.replace(start, LATER + start))):
+    for student, written in (("good", text), ("later", text.replace(START, LATER + START))):
         (tmp_path / student).mkdir()
         exercise.solution(tmp_path / student).write_text(written, encoding="utf-8")
     good, later = grading.grade(tmp_path, jobs=1, speed=True)

@@ -11,7 +11,9 @@ import pytest
 
 from stage01_cli.tools.course import grading, sandbox, verdict
 from stage01_cli.tools.course.exercises import JUDGES, exercises, find
+from stage01_cli.tools.course.guard import Untouched
 from stage01_cli.tools.course.reading import refusals
+from stage03_engine.frontend.tokenizer import Tokenizer
 
 sys.path.append(str(JUDGES))
 from borrowed import hidden
@@ -97,6 +99,7 @@ UNREAD = {
 
 
 @pytest.mark.skipif(sandbox.problem() is not None, reason=str(sandbox.problem()))
+@pytest.mark.slow
 @pytest.mark.parametrize("attack", UNREAD)
 def test_an_attack_that_nobody_has_read_earns_nothing(
     attack: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -108,15 +111,15 @@ def test_an_attack_that_nobody_has_read_earns_nothing(
     assert grade.points == 0 and grade.outcome in ("error", "rejected"), grade
 
 
-@pytest.mark.skipif(sandbox.problem() is not None, reason=str(sandbox.problem()))
-def test_an_honest_file_earns_its_points(tmp_path: Path) -> None:
-    path = STREAM.solution(tmp_path)
-    path.write_text(pasted(STREAM), encoding="utf-8")
-    grade = grading.grade_one("student", STREAM, path)
-    assert (grade.points, grade.outcome) == (STREAM.points, "passed"), grade
+def test_what_others_wrote_is_seen_to_be_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = Untouched()
+    assert before.changed() is None
+    monkeypatch.setattr(Tokenizer, "decode", lambda *arguments: "")
+    assert "decode of stage03_engine.frontend.tokenizer.Tokenizer" in str(before.changed())
 
 
 @pytest.mark.skipif(sandbox.problem() is not None, reason=str(sandbox.problem()))
+@pytest.mark.slow
 def test_who_changes_what_the_judge_uses_is_told_so(tmp_path: Path) -> None:
     """By a way that no reader sees: the class goes through a parameter."""
     path = STREAM.solution(tmp_path)

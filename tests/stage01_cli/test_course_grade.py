@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(sandbox.problem() is not None, reason=str(sandbo
 sys.path.append(str(JUDGES))
 from pasted import pasted  # noqa: E402
 
-SCHEDULER = find("scheduler")
+SCHEDULER, POOL = find("scheduler"), find("block_pool")
 WRITTEN = pasted(SCHEDULER).replace("class Scheduler(", "class Base(") + "\n\nclass Scheduler(Base):\n"
 """An honest scheduler, and the beginning of a class that may change it."""
 ATTEMPTS = """
@@ -62,7 +62,6 @@ ATTEMPTS = """
         raise RuntimeError(f"succeeded: {{succeeded}}")
 """
 SUBMISSIONS = {
-    "good": "    pass\n",
     "loops": "    def schedule(self):\n        while True:\n            pass\n",
     "eats": "    def schedule(self):\n        self.all = [bytearray(100 << 20) for _ in range(1000)]\n",
     "prints": "    def schedule(self):\n        while True:\n            print('x' * 1000000)\n",
@@ -97,14 +96,20 @@ def submit(folder: Path, student: str, body: str) -> Path:
     return path
 
 
+FEW = frozenset({"good", "tries", "links"})  # one is judged to its end, one tries to get out, and one need not run
+EVERYBODY = FEW | SUBMISSIONS.keys()
+
+
 @pytest.fixture(scope="module")
-def grades(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
-    """The table of a class, by student."""
+def grades(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
+    """The table of a class, by student: of `request.param`."""
     folder, temporary = tmp_path_factory.mktemp("class"), tmp_path_factory.mktemp("scratch")
     outside = folder / "outside.txt"
     outside.write_text("untouched")
-    for student, body in SUBMISSIONS.items():
-        submit(folder, student, body)
+    (folder / "good").mkdir()
+    POOL.solution(folder / "good").write_text(pasted(POOL), encoding="utf-8")
+    for student in SUBMISSIONS.keys() & request.param:
+        submit(folder, student, SUBMISSIONS[student])
     with socket.create_server(("127.0.0.1", 0)) as listener:
         submit(folder, "tries", ATTEMPTS.format(port=listener.getsockname()[1], outside=str(outside)))
         (folder / "links").mkdir()
@@ -122,31 +127,51 @@ def grades(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]
         return {row["student"]: row for row in csv.DictReader(file)}
 
 
+CLASSES = [pytest.param(FEW, id="few"), pytest.param(EVERYBODY, id="everybody", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("grades", CLASSES, indirect=True)
 def test_every_submission_has_its_own_line(grades: dict[str, dict[str, str]]) -> None:
-    assert list(grades) == sorted([*SUBMISSIONS, "tries", "links"])
+    assert list(grades) in (sorted(FEW), sorted(EVERYBODY))
     assert {name: row["outcome"] == "passed" for name, row in grades.items()} == {
         name: name == "good" for name in grades
     }
-    assert grades["good"]["points"] == str(SCHEDULER.points) and grades["tries"]["points"] == "0"
+    assert grades["good"]["points"] == str(POOL.points) and grades["tries"]["points"] == "0"
     assert grades["tries"]["imports"] == "os, socket, stagetrace, threading"
 
 
-@pytest.mark.parametrize(
-    ("student", "said"),
-    [
-        ("loops", "no verdict within 20 s"),
-        ("eats", "MemoryError"),
-        ("prints", "File too large"),
-        ("forges", "no verdict that can be read"),
-        ("digs", "it wrote"),
-        ("threads", "more than 256 threads"),
-        ("shares", "MiB of memory"),
-        ("links", "not a regular file"),
-        ("tries", "RuntimeError: succeeded: []"),
-    ],
-)
-def test_what_misbehaves_fails_alone(grades: dict[str, dict[str, str]], student: str, said: str) -> None:
-    assert said in grades[student]["verdict"], grades[student]["verdict"]
+SAID = {
+    "links": "not a regular file",
+    "tries": "RuntimeError: succeeded: []",
+    "loops": "no verdict within 20 s",
+    "eats": "MemoryError",
+    "prints": "File too large",
+    "forges": "no verdict that can be read",
+    "digs": "it wrote",
+    "threads": "more than 256 threads",
+    "shares": "MiB of memory",
+}
+
+
+@pytest.mark.parametrize("grades", CLASSES, indirect=True)
+def test_what_misbehaves_fails_alone(grades: dict[str, dict[str, str]]) -> None:
+    bad = grades.keys() - {"good"}
+    assert not {student: grades[student] for student in bad if SAID[student] not in grades[student]["verdict"]}
+
+
+def test_what_no_limit_of_the_kernel_bounds_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert grading._too_much(os.getpid(), 1 << 50) is None
+    assert grading._too_much(os.getpid(), 1 << 20) == "it used more than 1 MiB of memory"
+    monkeypatch.setattr(grading, "MOST_THREADS", 0)
+    assert grading._too_much(os.getpid(), 1 << 50) == "it started more than 0 threads"
+
+
+def test_what_takes_too_long_or_too_much_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seconds, most, said in ((0, 256, "no verdict within 0 s"), (60, 0, "it started more than 0 threads")):
+        monkeypatch.setattr(grading, "MOST_THREADS", most)
+        process = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        assert grading._wait(process, tmp_path, seconds, 1 << 50) == said
+        assert process.returncode == -signal.SIGKILL
 
 
 def test_a_folder_without_submissions_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -262,6 +287,20 @@ def test_partial_points_are_for_sentences_that_every_test_has_seen_kept() -> Non
     assert not kept(stream, [])
 
 
+def test_what_is_half_right_has_a_share_of_the_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = find("stream")
+    results = [{"test": name, "outcome": "passed"} for name in sentences_of(stream)]
+    results[0] |= {"outcome": "rejected"}
+    share = len(kept(stream, results)) / len(stream.contract)
+    verdict = grading.counted(stream, Verdict("rejected", "why"), results)
+    assert (verdict.kept, 0 < share < 1) == (share, True) and verdict.text.endswith(" sentences; why")
+    assert grading.counted(stream, Verdict("passed", ""), results[1:]).text == ""
+    monkeypatch.setattr(grading, "judge_shut_in", lambda *given: verdict)
+    stream.solution(tmp_path).write_text(pasted(stream), encoding="utf-8")
+    assert grading.grade_one("one", stream, stream.solution(tmp_path)).points == round(stream.points * share, 2)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("partial", [False, True])
 def test_what_is_half_right_has_half_of_the_points_if_asked_for(partial: bool, tmp_path: Path) -> None:
     stream = find("stream")

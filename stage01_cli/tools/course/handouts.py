@@ -212,6 +212,8 @@ def _only_beginning(name: str, text: str, said: str) -> str:
 
 def _stubbed(handout: Handout, folder: Path, name: str, text: str) -> str:
     """The source with stubs, as long as it was; what they stand for goes to `withheld/`."""
+    if name.startswith(CODE) and name not in handout.functions:
+        return text
     lines, tree = text.splitlines(keepends=True), parsed(text)
     withheld = {
         each: (full, exercise)

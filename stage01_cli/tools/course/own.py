@@ -85,11 +85,11 @@ def references(exercise: Exercise) -> dict[str, tuple[str, ...]]:
     places = {module: ROOT / f"{module.replace('.', '/')}.py" for module in sorted(modules)}
     if exercise.own_reference.is_file():
         places[f"notebooks.exercises.{exercise.name}.reference"] = exercise.own_reference
-    found = {module: definitions(_tree(path)) for module, path in places.items()}
+    found, wanted = {module: definitions(_tree(path)) for module, path in places.items()}, open_names(exercise)
     return {
         module: names
         for module, defined in found.items()
-        if (names := tuple(name for name in open_names(exercise) if defined.find(name)))
+        if (names := tuple(name for name in wanted if defined.find(name)))
     }
 
 

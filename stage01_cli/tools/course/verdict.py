@@ -58,7 +58,7 @@ def judge_arguments(
     and to the file `stack` where they are when the time is up."""
     quiet = ["-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:schemathesis", "-o", "addopts="]
     return [
-        str(exercise.judge), "--rootdir", str(ROOT), *([] if all_tests else ["-x"]), *quiet,
+        str(exercise.judge), "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml"), *([] if all_tests else ["-x"]), *quiet,
         "--exercise", str(exercise.number), "--impl", str(solution), "--verdicts", *map(str, reading.descriptors),
         "--stack", str(stack), "--limit", str(limit), *["--speed"] * speed,
     ]  # fmt: skip
