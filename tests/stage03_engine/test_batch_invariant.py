@@ -61,6 +61,7 @@ def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     assert preemptions and accepted, "the test is void if nothing was preempted, or no draft accepted"
 
 
+@pytest.mark.slow(keep="float32")
 def test_bit_equal_in_any_company(engines: dict[str, LLM]) -> None:
     alone: dict[tuple[int, int], Answer] = {}
 

@@ -23,7 +23,7 @@ from stage03_engine.llm import LLM
 from stage03_engine.sampling_params import SamplingParams
 from stagetrace import read_run
 
-NUM_LAYERS = 2
+NUM_LAYERS = 1  # of the GPT-2
 SMALL: dict[str, Any] = {
     "kv_cache_memory_bytes": 20_000_000, "max_model_len": 96, "device": "cpu", "dtype": "float32", "skip_tokenizer_init": True,
 }  # fmt: skip
@@ -83,6 +83,16 @@ def plain(model: str, kv_cache_dtype: str = "auto") -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "mode", "backend"), COMPILED)
+@pytest.mark.slow(
+    keep=(
+        "gpt2-preempted-",
+        "gpt2-learns-",
+        "gpt2-8-bit",
+        "llama-chunks-VLLM_COMPILE-eager",
+        "llama-drafts-",
+        "gpt2-chunks-STOCK_TORCH_COMPILE-eager",
+    )
+)
 def test_the_tokens_are_the_same(model: str, name: str, mode: str, backend: str) -> None:
     settings = SETTINGS[name]
     if name == "a model that drafts" and "gpt2" not in model:
@@ -103,6 +113,7 @@ def test_the_tokens_are_the_same(model: str, name: str, mode: str, backend: str)
 
 
 @pytest.mark.parametrize("name", [name for name in MODES if name != "NONE"])
+@pytest.mark.slow(keep=("llama-VLLM", "gpt2-STOCK"))
 def test_no_request_waits_for_a_compilation(model: str, name: str, tmp_path: Path) -> None:
     """And what is said to have been made is what was made: one graph for a token and one for more, or such a pair between any two layers."""
     compilation = {"mode": name, "backend": "eager"}
@@ -204,6 +215,7 @@ def predicted(capsys: pytest.CaptureFixture[str], model: str, folder: Path, *mor
     return line
 
 
+@pytest.mark.slow(keep="gpt2")
 def test_a_dry_run_expects_what_the_last_start_took(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -75,6 +75,9 @@ between = st.sampled_from(["nothing", "forget the cache", "damage a file", "lose
 
 @pytest.mark.parametrize("name", [*CONFIGURATIONS, *DRAFTS])
 @pytest.mark.parametrize("with_folder", [False, True], ids=["memory", "memory and folder"])
+@pytest.mark.slow(
+    keep=("memory-worker process", "memory-EAGLE head", "memory and folder-swapped", "memory and folder-chunks")
+)
 def test_what_is_found_changes_no_token(
     name: str, with_folder: bool, model: str, tmp_path: Path, alone: dict[tuple[str, int], list[int]]
 ) -> None:
@@ -121,7 +124,7 @@ def test_answers_that_are_late_or_never_come_change_no_token(
     few = {"num_gpu_blocks_override": 33, "max_num_batched_tokens": 24, "max_num_seqs": 16}
     slow_connector.seen.clear()
 
-    @settings(max_examples=25)
+    @settings(max_examples=settings.default.max_examples // 5)  # of 16 requests
     @given(st.lists(mixes.map(lambda mix: mix[0]), min_size=16, max_size=16), st.integers(0, 999), st.integers(0, 15))
     def serve(mix: list[tuple[str, int]], seed: int, leaving: int) -> None:
         slow_connector.rng.seed(seed)

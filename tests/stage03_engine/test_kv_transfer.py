@@ -127,6 +127,7 @@ between = st.sampled_from(["nothing", "forget the cache", "damage a file", "lose
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
+@pytest.mark.slow(keep=("chunks", "swapped", "drafts"))
 def test_what_is_found_changes_no_token(
     name: str, model: str, tmp_path: Path, alone: dict[tuple[str, int], list[int]]
 ) -> None:
@@ -320,6 +321,7 @@ def test_a_damaged_file_stays_open_to_nobody(damage: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.slow(keep=("one bit", "a folder"))
 def test_a_damaged_file_is_a_missing_one(
     damage: str, model: str, tmp_path: Path, alone: dict[tuple[str, int], list[int]]
 ) -> None:
@@ -639,6 +641,7 @@ class Numbers:
 
 
 @pytest.mark.parametrize("role", ["kv_both", "kv_consumer", "kv_producer"])
+@pytest.mark.slow(keep=("kv_both", "kv_producer"))
 def test_lookups_and_hits_are_counted_in_tokens(role: str, model: str, tmp_path: Path) -> None:
     """vLLM's counters: what the prefix cache does not have is looked up; what is in the folder, up to the prompt's last token, is a hit."""
     names = ("external_prefix_cache_queries", "external_prefix_cache_hits")
