@@ -54,11 +54,13 @@ def plain() -> tuple[list[tuple[Any, ...]], int]:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.slow(keep=("roomy", "preemption, small chunks"))
 def test_the_same_tokens_with_and_without(name: str, plain: tuple[list[Any], int], half: str) -> None:
     check_the_same(name, plain, spec(half)["speculative_config"])
 
 
 @pytest.mark.parametrize("method", ["greedy", "probabilistic"])
+@pytest.mark.slow(keep="probabilistic")
 def test_other_ways_to_draft_leave_greedy_tokens_alone(method: str, plain: tuple[list[Any], int], half: str) -> None:
     """One certain guess leaves all tokens alone. The textbook changes those that are drawn, but not the logprobs that belong to them."""
     with LLM("gpt2-tiny", **COMMON | ROOMY | spec(half, draft_sample_method=method)) as llm:
@@ -73,6 +75,7 @@ def test_other_ways_to_draft_leave_greedy_tokens_alone(method: str, plain: tuple
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.slow(keep="swap")
 def test_a_twin_is_always_right(mode: str, twin: str) -> None:
     """Every draft stands: through blocks that other requests filled, chunks, preemption, and at any temperature. A hole in the draft's keys
     and values, or a foreign one, would be a wrong guess."""
