@@ -178,9 +178,9 @@ REFUSED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("setting", REFUSED)
-def test_what_it_cannot_look_into_is_refused_in_one_line(setting: str, model: str) -> None:
+def test_what_it_cannot_look_into_is_refused_in_one_line(setting: str) -> None:
     with pytest.raises(ConfigError, match="compilation_config") as error:
-        LLM(model, **SMALL, compilation_config={"mode": 3, "backend": "eager"}, **{setting: REFUSED[setting]})
+        LLM("gpt2-tiny", **SMALL, compilation_config={"mode": 3, "backend": "eager"}, **{setting: REFUSED[setting]})
     assert "\n" not in str(error.value)
 
 

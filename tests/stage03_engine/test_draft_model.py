@@ -101,6 +101,7 @@ def test_a_twin_is_always_right(mode: str, twin: str) -> None:
     assert counts["preempted"] > 0 and stats.prefix_cache_hits > 100
 
 
+@pytest.mark.slow
 def test_no_mix_of_requests_changes_a_token(half: str) -> None:
     """Random mixes with the draft, against each request alone without it."""
     rng = random.Random(1)

@@ -66,7 +66,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "places", "slow"), CASES)
-@pytest.mark.slow(keep=("two slices, 8 bits", "two stages-memory"))
+@pytest.mark.slow
 def test_a_later_start_finds_the_blocks_and_the_tokens_are_those_of_one_worker(
     name: str, places: str, slow: bool, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: Any
 ) -> None:
@@ -176,7 +176,7 @@ def test_of_a_prompt_what_is_before_the_first_missing_part_is_found(engine: Engi
 
 
 @pytest.mark.parametrize(("name", "rank"), RANKS)
-@pytest.mark.slow(keep="two stages-1")
+@pytest.mark.slow
 def test_a_full_disk_of_any_worker_is_one_line_of_its_log_and_costs_no_token(
     name: str, rank: int, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: Any, capfd: Any
 ) -> None:

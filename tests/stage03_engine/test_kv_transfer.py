@@ -127,14 +127,14 @@ between = st.sampled_from(["nothing", "forget the cache", "damage a file", "lose
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-@pytest.mark.slow(keep=("chunks", "swapped", "drafts"))
+@pytest.mark.slow(keep=("swapped", "drafts"))
 def test_what_is_found_changes_no_token(
     name: str, model: str, tmp_path: Path, alone: dict[tuple[str, int], list[int]]
 ) -> None:
     """Nor does what was evicted, damaged or lost between two requests; no block is lost, and the recording is decided again as it was."""
     folder, trace = tmp_path / "blocks", tmp_path / "trace"
 
-    @settings(max_examples=10)
+    @settings(max_examples=settings.default.max_examples // 5)
     @given(mixes, between, st.integers(0, 99))
     def serve(mix: list[tuple[str, int]], then: str, which: int) -> None:
         assert tokens_of(ask(llm, mix)) == [alone[each] for each in mix]
