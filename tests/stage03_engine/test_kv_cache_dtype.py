@@ -191,7 +191,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", ["int8", "fp8_e5m2"])
 @pytest.mark.parametrize("how", CONFIGURATIONS)
-@pytest.mark.slow(keep=("copies-int8", "chunks-fp8", "swapped-int8", "drafts-fp8", "two workers-int8"))
+@pytest.mark.slow(keep=("copies-int8", "chunks-fp8", "swapped-int8", "drafts-fp8"))
 def test_company_chunks_and_history_change_no_token(
     how: str, name: str, model: str, alone: dict[str, list[list[int]]]
 ) -> None:

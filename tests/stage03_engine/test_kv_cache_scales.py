@@ -222,6 +222,7 @@ def test_another_scheme_is_refused(changed: dict[str, Any], said: str, plain: di
     [{}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"attention_backend": "torch"}, {"enforce_eager": True}],
     ids=str,
 )  # fmt: skip
+@pytest.mark.slow(keep=("tensor_parallel", "attention_backend"))
 def test_workers_stages_and_backends_change_no_token(
     how: dict[str, Any], plain: dict[str, Path], tmp_path: Path
 ) -> None:
