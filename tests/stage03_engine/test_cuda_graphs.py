@@ -54,10 +54,11 @@ LLAMA = {
 
 @pytest.fixture(scope="module")
 def model() -> torch.nn.Module:
-    """Of one layer, through the Triton kernels, which read tensors only: the torch path looks at the lists on the host."""
+    """Of two layers: what a row writes in the second depends on what it reads. Through the Triton kernels, which read tensors only: the
+    torch path looks at the lists on the host."""
     config = EngineArgs.from_kwargs(model="gpt2-tiny", device="cpu", attention_backend="triton-interpret")
     model: Any = get_model(config, torch.float32, CPU)
-    model.h = model.h[:1]
+    model.h = model.h[:2]
     return model
 
 
