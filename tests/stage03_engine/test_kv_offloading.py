@@ -75,7 +75,7 @@ between = st.sampled_from(["nothing", "forget the cache", "damage a file", "lose
 
 @pytest.mark.parametrize("name", [*CONFIGURATIONS, *DRAFTS])
 @pytest.mark.parametrize("with_folder", [False, True], ids=["memory", "memory and folder"])
-@pytest.mark.slow(keep=("memory and folder-swapped", "memory and folder-chunks"))
+@pytest.mark.slow(keep="memory and folder-swapped")
 def test_what_is_found_changes_no_token(
     name: str, with_folder: bool, model: str, tmp_path: Path, alone: dict[tuple[str, int], list[int]]
 ) -> None:

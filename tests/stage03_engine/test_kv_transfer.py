@@ -127,7 +127,7 @@ between = st.sampled_from(["nothing", "forget the cache", "damage a file", "lose
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-@pytest.mark.slow(keep=("swapped", "drafts"))
+@pytest.mark.slow(keep="swapped")
 def test_what_is_found_changes_no_token(
     name: str, model: str, tmp_path: Path, alone: dict[tuple[str, int], list[int]]
 ) -> None:
@@ -321,7 +321,7 @@ def test_a_damaged_file_stays_open_to_nobody(damage: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.slow(keep=("one bit", "a folder"))
+@pytest.mark.slow(keep="one bit")
 def test_a_damaged_file_is_a_missing_one(
     damage: str, model: str, tmp_path: Path, alone: dict[tuple[str, int], list[int]]
 ) -> None:
