@@ -268,14 +268,3 @@ def test_a_draft_speaks_the_targets_language(strange: Path) -> None:
     (strange / "config.json").write_text(json.dumps(shape | {"vocab_size": 2000}))
     with pytest.raises(StagesError, match="has 2000 tokens in its vocabulary, and the target 2048"):
         config_of(model=str(strange))
-
-
-def test_no_folder_of_blocks_beside_a_draft(half: str, tmp_path: Path) -> None:
-    folder = {
-        "kv_connector": "SharedStorageConnector",
-        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
-    }
-    with pytest.raises(StagesError, match="kv_transfer_config cannot be combined with a draft model"):
-        EngineArgs.from_kwargs(
-            model="gpt2-tiny", kv_transfer_config=folder, prefix_caching_hash_seed="seed", **spec(half)
-        )

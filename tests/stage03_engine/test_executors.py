@@ -648,30 +648,6 @@ def test_processes_that_decide_differently_are_told(tmp_path: Path) -> None:
     _ends_with_the_reason(run.stderr, "have decided differently")
 
 
-UNLIKE = """
-    import os
-    from stage03_engine.llm import LLM
-    dtype, most = (("float32", 8), ("bfloat16", 9))[int(os.environ["RANK"])]
-    drafts = {"method": "ngram", "num_speculative_tokens": most - 5, "prompt_lookup_max": 3}
-    LLM("gpt2-tiny", kv_cache_memory_bytes=50_000_000 + most, tensor_parallel_size=2, distributed_executor_backend="external_launcher",
-        dtype=dtype, max_num_seqs=most, speculative_config=drafts)
-"""
-
-
-@needs_slices
-@pytest.mark.slow
-def test_processes_that_are_started_differently_are_told_what_differs(tmp_path: Path) -> None:
-    """Tensors of two sizes would end both without a word from us."""
-    script = tmp_path / "unlike.py"
-    script.write_text(textwrap.dedent(UNLIKE))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    run = subprocess.run(launch, capture_output=True, text=True, timeout=PATIENCE)
-    assert run.returncode and "gloo::" not in run.stderr, run.stderr
-    said = "have different settings: dtype (rank 0 has 'float32'), max_num_seqs (rank 0 has 8), num_speculative_tokens (rank 0 has 3); start all with the same"
-    assert sum(said in line for line in run.stderr.splitlines() if not line.startswith("  traceback")) == 1, run.stderr
-    assert run.stderr.splitlines()[-2].startswith("  traceback : stages: error: "), run.stderr
-
-
 def _ends_with_the_reason(stderr: str, reason: str) -> None:
     """At most one process says it, and torchrun's report ends with it, whichever process it saw end first."""
     lines = [line for line in stderr.splitlines() if reason in line]

@@ -713,6 +713,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"prefix_caching_hash_seed": None}, "needs prefix_caching_hash_seed, the same at each start"),
     ({}, {"enable_prefix_caching": False}, "needs enable_prefix_caching"),
     ({}, {"runner": "pooling"}, "for models that generate text"),
+    ({}, {"speculative_config": {"model": "gpt2-tiny-draft", "num_speculative_tokens": 3}}, "cannot be combined with a draft model"),
 ]  # fmt: skip
 
 
