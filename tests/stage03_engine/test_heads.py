@@ -94,7 +94,7 @@ def test_several_workers_draft_alike(learned: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("sampled", ["greedy", "probabilistic"])
-@pytest.mark.slow(keep="probabilistic")
+@pytest.mark.slow(keep="eagle-probabilistic")
 def test_other_ways_to_draft_leave_greedy_tokens_alone(sampled: str, learned: dict[str, Any]) -> None:
     with LLM("gpt2-tiny", **COMMON | ROOMY, speculative_config=learned | {"draft_sample_method": sampled}) as llm:
         found = answers(llm)
