@@ -202,7 +202,7 @@ class Machine:
         return changes
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(
     st.sampled_from([(2, 2), (2, 4), (2, 6), (4, 8)]), st.sampled_from([0.01, 0.03]), st.integers(0, 99), st.booleans()
 )
@@ -220,7 +220,7 @@ def test_a_load_is_noticed_at_once_and_its_end_soon(found: tuple[int, int], work
     assert machine.policy.threads == cores and back[-1][0] < 2.0
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(st.sampled_from([0.01, 0.03]), st.integers(0, 99), st.floats(0.3, 5.0))
 def test_a_load_that_comes_and_goes_does_not_make_it_flap(work: float, seed: int, each: float) -> None:
     """As often as it changes itself, at most, and a few times more."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hypothesis import given, settings as rules, strategies as st
+from hypothesis import given, strategies as st
 
 from stage03_engine.arg_utils import EngineArgs, engine_settings
 from stage03_engine.args.fields import add_flags, parse_int, settings_of
@@ -59,7 +59,6 @@ def test_the_model_tag_may_stand_anywhere(settings: list[Any], place: int) -> No
     assert {s.name for s in settings} <= vars(args).keys()
 
 
-@rules(deadline=None)
 @given(st.sampled_from([setting for setting in SETTINGS if "built" not in setting.help]), st.data())
 def test_a_flag_with_a_letter_missing_is_guessed(setting: Any, data: st.DataObject) -> None:
     gap = data.draw(st.integers(2, len(setting.flag) - 1))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from stage03_engine.arg_utils import EngineArgs, engine_settings
 from stage03_engine.args.parser import FlexibleArgumentParser
@@ -18,7 +18,6 @@ PARSER = FlexibleArgumentParser(prog="test")
 PARSER.add_argument("model_tag", nargs="?")
 EngineArgs.add_cli_args(PARSER)
 FIXED = ["--load-format=dummy", "--device=cpu", "--model=gpt2"]
-shared_file = settings(deadline=None)
 
 VALUES: dict[str, st.SearchStrategy[Any]] = {
     "max_model_len": st.integers(1, 1024),  # default None, detected
@@ -47,7 +46,6 @@ def flag(name: str, value: Any) -> str:
     return f"--{dashed}={value}"
 
 
-@shared_file
 @given(data=st.data())
 def test_command_line_before_environment_before_file_before_default_before_detected(
     data: st.DataObject, tmp_path: Path
@@ -75,7 +73,6 @@ def test_command_line_before_environment_before_file_before_default_before_detec
         assert (sources[name].value, sources[name].source) == expected
 
 
-@shared_file
 @given(data=st.data())
 def test_one_value_means_the_same_from_every_source(data: st.DataObject, tmp_path: Path) -> None:
     values = {name: data.draw(strategy) for name, strategy in VALUES.items()}
@@ -131,7 +128,6 @@ def test_config_files_that_cannot_be_read(tmp_path: Path) -> None:
             EngineArgs.from_cli_args(PARSER.parse_args([f"--config={tmp_path / name}"]), {})
 
 
-@shared_file
 @given(content=st.text(max_size=40))
 def test_any_config_file_is_taken_or_refused(content: str, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"

@@ -104,6 +104,7 @@ def _rounded(logprobs: Any) -> Any:
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
+@pytest.mark.slow(keep="fcfs")
 def test_every_kind_of_request_gets_the_same_answer(policy: str) -> None:
     both = []
     for ahead in (False, True):

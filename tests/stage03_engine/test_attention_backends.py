@@ -25,7 +25,7 @@ PROMPTS = ["To be, or", "ROMEO:\nWhat", "K"]
 SMALL = {"device": "cpu", "num_gpu_blocks_override": 64}
 
 
-def greedy(backend: str, max_tokens: int = 6, model: str = "gpt2-tiny") -> list[list[int]]:
+def greedy(backend: str, max_tokens: int = 3, model: str = "gpt2-tiny") -> list[list[int]]:
     llm = LLM(model, attention_backend=backend, max_num_batched_tokens=8, max_num_seqs=4, **SMALL)
     try:
         outputs = llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True))
@@ -105,7 +105,9 @@ def test_a_server_answers_through_the_interpreter() -> None:
     assert choice["text"] == " I'll" and choice["logprobs"]["tokens"] == [" I", "'ll"]
 
 
-def test_a_block_table_that_points_to_a_foreign_block_ends_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_table_that_points_to_a_foreign_block_ends_the_step(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """The worker notes the wrong block for the second request; the books of the scheduler are right."""
     hold_reads_against_the_books(monkeypatch)
     right = InputBatch.add
@@ -119,7 +121,7 @@ def test_a_block_table_that_points_to_a_foreign_block_ends_the_step(monkeypatch:
     with pytest.raises(
         AssertionError, match=r"step 1: foreign block: _paged_attention.*request r1 does not own block 40"
     ):
-        greedy("triton-interpret", 1)
+        greedy("triton-interpret", 1, first_layers(tmp_path / "one_layer", 1))
 
 
 @pytest.mark.parametrize(

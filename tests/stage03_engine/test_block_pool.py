@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings, strategies as st
+from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from stage03_engine.core.block_pool import NULL_BLOCK, BlockPool
@@ -85,7 +85,6 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
 
 TestBlockPool = BlockPoolMachine.TestCase
-TestBlockPool.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
 
 
 def test_the_null_block_is_never_handed_out_and_never_taken_back() -> None:

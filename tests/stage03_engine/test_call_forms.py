@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from patience import PATIENCE
 
 from stage03_engine.arg_utils import AsyncEngineArgs
@@ -66,7 +66,6 @@ def test_what_is_no_prompt_is_refused_with_the_forms_that_there_are(wrong: Any) 
         plain_prompt(wrong)
 
 
-@settings(deadline=None)
 @given(st.recursive(st.none() | st.integers() | st.text(max_size=3), lambda inner: st.lists(inner, max_size=2)
                     | st.dictionaries(st.sampled_from(["prompt", "prompt_token_ids", "cache_salt"]) | st.integers(), inner, max_size=3)))  # fmt: skip
 def test_whatever_is_given_is_a_prompt_or_refused(given: Any) -> None:

@@ -61,6 +61,7 @@ def answers(model: str, folder: Path, **settings: Any) -> tuple[list[list[int]],
 
 
 @pytest.mark.parametrize(("model", "name"), [*(("gpt2", name) for name in VARIANTS), ("llama", "as it starts")])
+@pytest.mark.slow(keep="gpt2-drafts")
 def test_the_tokens_are_those_of_one_pass(
     models: dict[str, str], model: str, name: str, small_bounds: None, tmp_path: Path
 ) -> None:

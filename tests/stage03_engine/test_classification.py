@@ -81,7 +81,7 @@ def test_equal_to_transformers_however_the_prompts_are_computed(family: str, lay
     )
     with LLM(str(tmp_path), **LAYOUTS[layout]) as llm:
 
-        @settings(max_examples=5, deadline=None)
+        @settings(max_examples=5)
         @given(st.lists(st.tuples(prompts, all_params), min_size=1, max_size=6))
         def check(asks: list[tuple[list[int], PoolingParams]]) -> None:
             outputs = llm.encode([ids for ids, _ in asks], [params for _, params in asks])
@@ -243,7 +243,6 @@ OURS = {kind: Tokenizer(backend, None) for kind, backend in BACKENDS.items()}
 
 
 @pytest.mark.parametrize("kind", BACKENDS)
-@settings(max_examples=25, deadline=None)
 @given(
     one=st.sampled_from(TEXTS) | st.text(min_size=1, max_size=12),
     other=st.sampled_from(TEXTS) | st.text(min_size=1, max_size=12),

@@ -17,13 +17,15 @@ from small_gpt2 import first_layers
 from torch._dynamo.utils import counters
 
 from stage01_cli.main import main
+from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.core.features.compilation.config_json import MODES, WITHOUT_MEANING, compilation_of
+from stage03_engine.core.features.compilation.measured import remember
 from stage03_engine.errors import ConfigError
 from stage03_engine.llm import LLM
 from stage03_engine.sampling_params import SamplingParams
 from stagetrace import read_run
 
-NUM_LAYERS = 2
+NUM_LAYERS = 1  # of the GPT-2
 SMALL: dict[str, Any] = {
     "kv_cache_memory_bytes": 20_000_000, "max_model_len": 96, "device": "cpu", "dtype": "float32", "skip_tokenizer_init": True,
 }  # fmt: skip
@@ -83,13 +85,16 @@ def plain(model: str, kv_cache_dtype: str = "auto") -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "mode", "backend"), COMPILED)
+@pytest.mark.slow(keep=("gpt2-learns-", "llama-chunks-VLLM_COMPILE-eager"))
 def test_the_tokens_are_the_same(model: str, name: str, mode: str, backend: str) -> None:
     settings = SETTINGS[name]
     if name == "a model that drafts" and "gpt2" not in model:
         pytest.skip("another vocabulary")
     expected = plain(model, settings.get("kv_cache_dtype", "auto"))
     with LLM(model, **SMALL | settings, compilation_config={"mode": mode, "backend": backend}) as llm:
+        before = counters["stats"]["unique_graphs"]
         assert answers(llm) == expected
+        assert counters["stats"]["unique_graphs"] == before
         if "enable_sleep_mode" in settings:
             llm.sleep(2)
             llm.wake_up()
@@ -103,12 +108,13 @@ def test_the_tokens_are_the_same(model: str, name: str, mode: str, backend: str)
 
 
 @pytest.mark.parametrize("name", [name for name in MODES if name != "NONE"])
+@pytest.mark.slow(keep="gpt2-STOCK")
 def test_no_request_waits_for_a_compilation(model: str, name: str, tmp_path: Path) -> None:
     """And what is said to have been made is what was made: one graph for a token and one for more, or such a pair between any two layers."""
     compilation = {"mode": name, "backend": "eager"}
     with LLM(model, **SMALL, compilation_config=compilation, trace=str(tmp_path)) as llm:
         before = counters["stats"]["unique_graphs"]
-        answers(llm)
+        assert answers(llm) == plain(model)
         assert counters["stats"]["unique_graphs"] == before
     [event] = [event for event in read_run(tmp_path).events if event.name == "model.compiled"]
     assert event.args["graphs"] == before
@@ -176,9 +182,9 @@ REFUSED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("setting", REFUSED)
-def test_what_it_cannot_look_into_is_refused_in_one_line(setting: str, model: str) -> None:
+def test_what_it_cannot_look_into_is_refused_in_one_line(setting: str) -> None:
     with pytest.raises(ConfigError, match="compilation_config") as error:
-        LLM(model, **SMALL, compilation_config={"mode": 3, "backend": "eager"}, **{setting: REFUSED[setting]})
+        LLM("gpt2-tiny", **SMALL, compilation_config={"mode": 3, "backend": "eager"}, **{setting: REFUSED[setting]})
     assert "\n" not in str(error.value)
 
 
@@ -204,28 +210,36 @@ def predicted(capsys: pytest.CaptureFixture[str], model: str, folder: Path, *mor
     return line
 
 
-def test_a_dry_run_expects_what_the_last_start_took(
+def test_a_dry_run_expects_what_was_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In this number format, and if the file can be read."""
+    given = {"mode": 3, "backend": "eager", "cache_dir": str(tmp_path)}
+    config = EngineArgs.from_kwargs(model="gpt2-tiny", **SMALL, compilation_config=given)
+    asked = (capsys, "gpt2-tiny", tmp_path, "--max-model-len", "96", "--dtype")
+    assert "time unknown" in predicted(*asked, "float32")
+    for seconds in (2.34, 1.26):
+        remember(config, seconds, 2)
+    line = predicted(*asked, "float32")
+    assert "2 graphs of the whole step by eager" in line and "the first one 2.3 s" in line
+    assert "about 1.3 s, as the last start took" in line and "time unknown" in predicted(*asked, "bfloat16")
+    [noted] = tmp_path.iterdir()
+    noted.write_text('{"first": "soon"}')
+    assert "time unknown" in predicted(*asked, "float32")
+
+
+@pytest.mark.slow
+def test_a_start_notes_what_it_took(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It says what is compiled; before the first start nobody knows how long, nor with another number format, nor from a file that is damaged."""
-    folder, unknown, same = tmp_path / "graphs", "time unknown", ("--max-model-len", "96")
-    assert unknown in predicted(capsys, model, folder, "--dtype", "float32", *same)
     took = []
     caplog.set_level("INFO")
     for number in range(2):
         torch._dynamo.reset()
-        config = {"mode": 3, "backend": "eager", "cache_dir": str(folder)}
+        config = {"mode": 3, "backend": "eager", "cache_dir": str(tmp_path / "graphs")}
         with LLM(model, **SMALL, compilation_config=config, trace=str(tmp_path / str(number))):
             pass
         [event] = read_run(tmp_path / str(number)).named("model.compiled")
         took.append(round(event.args["seconds"], 1))
     expected = [line for line in caplog.messages if line.startswith("torch.compile: 2 graphs")]
-    assert unknown in expected[0] and f"about {took[0]} s, as the last start took" in expected[1]
-    line = predicted(capsys, model, folder, "--dtype", "float32", *same)
-    assert "2 graphs of the whole step by eager" in line and f"about {took[1]} s, as the last start took" in line
-    assert (f"the first one {took[0]} s" in line) == (took[0] != took[1])
-    assert unknown in predicted(capsys, model, folder, "--dtype", "bfloat16", *same)
-    [noted] = folder.glob("took-*.json")
-    noted.write_text('{"first": "soon"}')
-    assert unknown in predicted(capsys, model, folder, "--dtype", "float32", *same)
-    assert not [*folder.glob("*.part")]
+    assert "time unknown" in expected[0] and f"about {took[0]} s, as the last start took" in expected[1]
+    line = predicted(capsys, model, tmp_path / "graphs", "--dtype", "float32", "--max-model-len", "96")
+    assert f"about {took[1]} s, as the last start took" in line

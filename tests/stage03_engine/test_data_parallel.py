@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 import pytest
 import zmq
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from patience import PATIENCE, wait_until
 from prometheus_client import CollectorRegistry
 from steered_engines import Engines, SteeredEngine, config_of, settle, started, token_at
@@ -607,7 +607,6 @@ def test_counters_do_not_go_back_when_an_engine_starts_again() -> None:
     run(test)
 
 
-@settings(max_examples=60)
 @given(st.randoms(use_true_random=False), st.integers(2, 3))
 def test_whatever_dies_no_token_is_wrong_and_none_is_sent_twice(rng: random.Random, size: int) -> None:
     async def test() -> None:

@@ -9,7 +9,7 @@ from types import FrameType
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
 from stage03_engine.arg_utils import EngineArgs
@@ -45,7 +45,6 @@ def batches(draw: st.DrawFn) -> tuple[InputBatch, list[str]]:
 
 
 @given(batches(), st.booleans(), st.data())
-@settings(max_examples=150, deadline=None)
 def test_the_inputs_are_those_of_each_request_one_after_another(
     made: tuple[InputBatch, list[str]], one_each: bool, data: st.DataObject
 ) -> None:
@@ -77,7 +76,6 @@ def test_the_inputs_are_those_of_each_request_one_after_another(
 
 
 @given(batches())
-@settings(max_examples=50, deadline=None)
 def test_settings_and_tokens_stay_with_their_request(made: tuple[InputBatch, list[str]]) -> None:
     batch, order = made
     before = {

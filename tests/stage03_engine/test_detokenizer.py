@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import ByteLevel, DecodeStream
 from tokenizers.models import BPE
@@ -38,7 +38,6 @@ def stream(tokenizer: Tokenizer, ids: list[int], **params) -> tuple[list[str], s
 
 
 @pytest.mark.parametrize("tokenizer", [TOKENIZER, STAND_IN], ids=["bundled", "stand-in"])
-@settings(max_examples=200, deadline=None)
 @given(text=texts)
 def test_text_comes_back_whole_and_never_broken(tokenizer: Tokenizer, text: str) -> None:
     deltas, _ = stream(tokenizer, tokenizer.encode(text), skip_special_tokens=False)
@@ -57,7 +56,6 @@ def test_a_vocabulary_may_spell_tokens_in_any_characters(tokens: list[str]) -> N
     assert tokenizer.max_token_bytes >= max(len(tokenizer.token_bytes(number)) for number in range(len(tokens)))
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(0, 2047), max_size=40))
 def test_any_tokens_give_what_decoding_the_whole_gives(ids: list[int]) -> None:
     """Random tokens are full of invalid UTF-8. Only the beginning of a character at the very end may be missing (of half a surrogate
@@ -72,7 +70,6 @@ def test_any_tokens_give_what_decoding_the_whole_gives(ids: list[int]) -> None:
     pytest.fail("the deltas are not the decoded tokens")
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.lists(st.one_of(st.integers(0, 259), st.integers(0, 2047)), max_size=30))
 def test_decode_stream_of_the_tokenizers_library_holds_back_what_ends_in_a_replacement_character(
     ids: list[int],
@@ -98,7 +95,6 @@ def test_a_model_that_ends_in_invalid_bytes_is_heard_at_once() -> None:
     assert [library.step(TOKENIZER.backend, i) for i in invalid] == [None, None]
 
 
-@settings(max_examples=500, deadline=None)
 @given(
     text=st.text(alphabet="abcé\n", max_size=25),
     stops=st.lists(st.text(alphabet="abcé\n", min_size=1, max_size=5), min_size=1, max_size=3),

@@ -20,7 +20,7 @@ from stage03_engine.llm import LLM
 from stage03_engine.sampling_params import SamplingParams
 
 COMBINATIONS = list(itertools.product([True, False], [8, 32, 512], ["recompute", "swap"], [3, 8]))
-WORKLOADS, ENGINES_PER_WORKLOAD, BATCHES = 200, 2, 4
+WORKLOADS, ENGINES_PER_WORKLOAD, BATCHES = 200, 2, 8
 
 
 POLICIES = ("fcfs", "priority", "fair")
@@ -92,6 +92,7 @@ def stress(engines: list[LLM]) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("batch", range(BATCHES))
+@pytest.mark.slow(keep="0")
 def test_no_policy_changes_a_token(batch: int, engines: list[LLM], reference: LLM) -> None:
     rng, before = random.Random(batch), stress(engines)
     for _ in range(WORKLOADS // BATCHES):

@@ -54,11 +54,13 @@ def plain() -> tuple[list[tuple[Any, ...]], int]:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.slow(keep=("roomy", "preemption, small chunks"))
 def test_the_same_tokens_with_and_without(name: str, plain: tuple[list[Any], int], half: str) -> None:
     check_the_same(name, plain, spec(half)["speculative_config"])
 
 
 @pytest.mark.parametrize("method", ["greedy", "probabilistic"])
+@pytest.mark.slow(keep="probabilistic")
 def test_other_ways_to_draft_leave_greedy_tokens_alone(method: str, plain: tuple[list[Any], int], half: str) -> None:
     """One certain guess leaves all tokens alone. The textbook changes those that are drawn, but not the logprobs that belong to them."""
     with LLM("gpt2-tiny", **COMMON | ROOMY | spec(half, draft_sample_method=method)) as llm:
@@ -73,6 +75,7 @@ def test_other_ways_to_draft_leave_greedy_tokens_alone(method: str, plain: tuple
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.slow(keep="swap")
 def test_a_twin_is_always_right(mode: str, twin: str) -> None:
     """Every draft stands: through blocks that other requests filled, chunks, preemption, and at any temperature. A hole in the draft's keys
     and values, or a foreign one, would be a wrong guess."""
@@ -98,6 +101,7 @@ def test_a_twin_is_always_right(mode: str, twin: str) -> None:
     assert counts["preempted"] > 0 and stats.prefix_cache_hits > 100
 
 
+@pytest.mark.slow
 def test_no_mix_of_requests_changes_a_token(half: str) -> None:
     """Random mixes with the draft, against each request alone without it."""
     rng = random.Random(1)
@@ -264,14 +268,3 @@ def test_a_draft_speaks_the_targets_language(strange: Path) -> None:
     (strange / "config.json").write_text(json.dumps(shape | {"vocab_size": 2000}))
     with pytest.raises(StagesError, match="has 2000 tokens in its vocabulary, and the target 2048"):
         config_of(model=str(strange))
-
-
-def test_no_folder_of_blocks_beside_a_draft(half: str, tmp_path: Path) -> None:
-    folder = {
-        "kv_connector": "SharedStorageConnector",
-        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
-    }
-    with pytest.raises(StagesError, match="kv_transfer_config cannot be combined with a draft model"):
-        EngineArgs.from_kwargs(
-            model="gpt2-tiny", kv_transfer_config=folder, prefix_caching_hash_seed="seed", **spec(half)
-        )

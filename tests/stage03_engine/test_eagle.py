@@ -81,6 +81,7 @@ def branching(rng: random.Random) -> list[list[int]]:
         ("preemption, small chunks", "learned"),
     ],
 )  # fmt: skip
+@pytest.mark.slow(keep="preemption, small chunks-wild")
 def test_the_drafts_are_those_of_plain_passes(name: str, head: str, request: pytest.FixtureRequest) -> None:
     """Whatever happened to the request before: chunks, a shared beginning that goes on otherwise, drafts that stood and fell, preemption."""
     folder, rng = request.getfixturevalue(head), random.Random(5)

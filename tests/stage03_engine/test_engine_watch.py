@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from toy_engine import ToyEngine, random_life
 
 from stage03_engine.core.features.scheduler_watch import scheduler_watch
@@ -49,7 +49,6 @@ def test_nothing_is_emitted_before_and_after() -> None:
 
 
 @given(st.integers(0, 10_000), st.booleans())
-@settings(max_examples=40, deadline=None)
 def test_events_have_the_arguments_of_the_list_and_no_token(seed: int, prompts: bool) -> None:
     engine = ToyEngine(seed, num_blocks=40, num_drafts=3, swap_blocks=seed % 2 * 20)
     watch = SchedulerWatch(engine.scheduler)

@@ -10,8 +10,11 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -22,9 +25,10 @@ from patience import PATIENCE, wait_until
 from safetensors.torch import load_file, save_file
 from server_under_test import ServerProcess
 
+from stage01_cli.main import main
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.config import VllmConfig
-from stage03_engine.core.features.distributed import spawned_workers
+from stage03_engine.core.features.distributed import external_launcher, spawned_workers
 from stage03_engine.core.features.distributed.external_launcher import ExecutorWithExternalLauncher
 from stage03_engine.core.features.distributed.multiproc_executor import MultiprocExecutor
 from stage03_engine.core.features.distributed.rank_worker import RANK_CONFIG
@@ -58,7 +62,7 @@ MP = {"distributed_executor_backend": "mp"}
 needs_slices = pytest.mark.skipif(not is_there(RANK_CONFIG.partition(":")[0]), reason="the model cannot be sliced here")
 
 
-def workload(count: int = 64) -> tuple[list[list[int]], list[SamplingParams]]:
+def workload(count: int = 20) -> tuple[list[list[int]], list[SamplingParams]]:
     """Prompts that share beginnings, more than the cache holds, in chunks."""
     rng = random.Random(15)
     stems = [[rng.randrange(1, 2048) for _ in range(40)] for _ in range(4)]
@@ -230,6 +234,7 @@ def test_steps_in_flight_are_answered_in_order_and_signals_do_not_reach_the_work
 @needs_slices
 @pytest.mark.skipif(sys.platform != "linux", reason="the ports stay open elsewhere")
 @pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (2, 2)], ids=["slices", "stages", "both"])
+@pytest.mark.slow(keep="both")
 def test_nobody_else_gets_into_a_worker(sizes: tuple[int, int]) -> None:
     """gloo keeps each connection for good, even one that is closed again, and aborts when it runs out of descriptors."""
     tensor, pipeline = sizes
@@ -255,7 +260,7 @@ def config(**settings: Any) -> VllmConfig:
 
 
 def test_a_killed_worker_ends_the_idle_engine_with_its_name(capfd: pytest.CaptureFixture[str]) -> None:
-    """In a step: `test_a_server_whose_worker_is_killed_answers_and_ends`."""
+    """In a step: `test_of_several_workers_the_one_that_is_killed_is_named`."""
     client = SyncMPClient(config())
     try:
         [worker] = workers_of(client._process.pid)
@@ -372,6 +377,7 @@ def test_killing_the_parent_ends_the_workers(multiprocess: bool) -> None:
     wait_until(lambda: not folder.exists(), "the private folder stays")
 
 
+@pytest.mark.slow
 def test_a_server_whose_worker_is_killed_answers_and_ends() -> None:
     flags = ("--host", "127.0.0.1", "--port", "0", "--kv-cache-memory-bytes", "50000000")
     server = ServerProcess("gpt2-tiny", *flags, "--distributed-executor-backend", "mp")
@@ -493,14 +499,14 @@ def test_a_server_cannot_be_launched_by_torchrun(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("more", [[], ["-dp", "2"], ["--api-server-count", "2"], ["--in-process"], ["--dry-run"]])
-def test_serve_refuses_the_launcher_before_it_starts_anything(more: list[str], tmp_path: Path) -> None:
+def test_serve_refuses_the_launcher_before_it_starts_anything(
+    more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in LAUNCHED.items():
+        monkeypatch.setenv(name, value)
     flags = ["--distributed-executor-backend", "external_launcher", "--port", "0", "--trace", str(tmp_path / "traces")]
-    run = subprocess.run(
-        [sys.executable, "-m", "stage02_server", "serve", "gpt2-tiny", *flags, *more],
-        capture_output=True, text=True, env=os.environ | LAUNCHED, timeout=PATIENCE,
-    )  # fmt: skip
-    assert run.returncode == 2 and not (tmp_path / "traces").exists(), run.stderr
-    [line] = run.stderr.splitlines()
+    assert main(["serve", "gpt2-tiny", *flags, *more]) == 2 and not (tmp_path / "traces").exists()
+    [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("stages: error: ") and line.endswith("a server gets them in one process only: use mp")
 
 
@@ -520,6 +526,7 @@ def torchrun(count: int, *flags: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("count", [1, pytest.param(2, marks=needs_slices)])
+@pytest.mark.slow(keep="2")
 def test_torchrun_prints_the_answer_once(count: int, tmp_path: Path) -> None:
     with LLM("gpt2-tiny", **SMALL) as llm:
         [answer] = llm.generate("To be, or", SamplingParams(temperature=0, max_tokens=12))
@@ -559,6 +566,7 @@ SAME = """
 
 @needs_slices
 @pytest.mark.parametrize(("tp", "pp"), [pytest.param(2, 1, marks=pytest.mark.long), (1, 2)])
+@pytest.mark.slow
 def test_every_launched_process_has_the_same_tokens(
     tp: int, pp: int, tmp_path: Path, expected: list[list[int]]
 ) -> None:
@@ -573,6 +581,51 @@ def test_every_launched_process_has_the_same_tokens(
     assert [json.loads((tmp_path / f"tokens{rank}").read_text()) for rank in range(2)] == [expected] * 2
 
 
+def launched(rank: int) -> ExecutorWithExternalLauncher:
+    """One of two, without a model."""
+    executor = object.__new__(ExecutorWithExternalLauncher)
+    executor.ranks, executor.worker = Ranks(rank, 2, 1), SimpleNamespace(device=torch.device("cpu"))  # type: ignore[assignment]
+    return executor
+
+
+def test_launched_processes_compare_their_settings_and_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here two threads, that meet in all_reduce."""
+    barrier, given = threading.Barrier(2), dict[int, torch.Tensor]()
+
+    def all_reduce(value: torch.Tensor, how: Any) -> None:
+        given[threading.get_ident()] = value.clone()
+        barrier.wait(PATIENCE)
+        value.copy_(torch.stack([*given.values()]).amax(0))
+        barrier.wait(PATIENCE)
+
+    def errors(method: str, *values: Any) -> list[str]:
+        with ThreadPoolExecutor(2) as threads:
+            both = [threads.submit(getattr(launched(rank), method), value) for rank, value in enumerate(values)]
+        given.clear()
+        return [str(each.exception()) for each in both]
+
+    monkeypatch.setattr(external_launcher.dist, "all_reduce", all_reduce)
+    one, other = config(max_num_seqs=8, dtype="float32"), config(max_num_seqs=9, dtype="bfloat16", num_threads=3)
+    steps = [SchedulerOutput(5, [], {"r": [1]}, {"r": count}, [], []) for count in (1, 2)]
+    assert errors("_compare", one, one) == errors("_check", steps[0], steps[0]) == ["None", "None"]
+    said = "different settings: dtype (rank {} has {}), max_num_seqs (rank {} has {}); start all with the same"
+    for rank, error in enumerate(errors("_compare", one, other)):
+        assert error.endswith(said.format(rank, ("'float32'", "'bfloat16'")[rank], rank, (8, 9)[rank]))
+    for error in errors("_check", *steps):
+        assert error.startswith("step 5: the processes of the launcher have decided differently")
+
+
+def test_launched_processes_fail_for_a_reason_that_one_of_them_says(tmp_path: Path) -> None:
+    """Each writes it for torchrun's report."""
+    for rank, raised in enumerate((ConfigError, SystemExit)):
+        report = tmp_path / str(rank)
+        with pytest.raises(raised):
+            external_launcher._fail_together(
+                ConfigError("no"), {"TORCHELASTIC_ERROR_FILE": str(report), "LOCAL_RANK": str(rank)}
+            )
+        assert json.loads(report.read_text())["message"]["extraInfo"]["py_callstack"] == "stages: error: no"
+
+
 DIFFERENT = """
     import os
     from stage03_engine.llm import LLM
@@ -583,6 +636,7 @@ DIFFERENT = """
 
 
 @needs_slices
+@pytest.mark.slow
 def test_processes_that_decide_differently_are_told(tmp_path: Path) -> None:
     script = tmp_path / "different.py"
     script.write_text(textwrap.dedent(DIFFERENT))
@@ -594,29 +648,6 @@ def test_processes_that_decide_differently_are_told(tmp_path: Path) -> None:
     _ends_with_the_reason(run.stderr, "have decided differently")
 
 
-UNLIKE = """
-    import os
-    from stage03_engine.llm import LLM
-    dtype, most = (("float32", 8), ("bfloat16", 9))[int(os.environ["RANK"])]
-    drafts = {"method": "ngram", "num_speculative_tokens": most - 5, "prompt_lookup_max": 3}
-    LLM("gpt2-tiny", kv_cache_memory_bytes=50_000_000 + most, tensor_parallel_size=2, distributed_executor_backend="external_launcher",
-        dtype=dtype, max_num_seqs=most, speculative_config=drafts)
-"""
-
-
-@needs_slices
-def test_processes_that_are_started_differently_are_told_what_differs(tmp_path: Path) -> None:
-    """Tensors of two sizes would end both without a word from us."""
-    script = tmp_path / "unlike.py"
-    script.write_text(textwrap.dedent(UNLIKE))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    run = subprocess.run(launch, capture_output=True, text=True, timeout=PATIENCE)
-    assert run.returncode and "gloo::" not in run.stderr, run.stderr
-    said = "have different settings: dtype (rank 0 has 'float32'), max_num_seqs (rank 0 has 8), num_speculative_tokens (rank 0 has 3); start all with the same"
-    assert sum(said in line for line in run.stderr.splitlines() if not line.startswith("  traceback")) == 1, run.stderr
-    assert run.stderr.splitlines()[-2].startswith("  traceback : stages: error: "), run.stderr
-
-
 def _ends_with_the_reason(stderr: str, reason: str) -> None:
     """At most one process says it, and torchrun's report ends with it, whichever process it saw end first."""
     lines = [line for line in stderr.splitlines() if reason in line]
@@ -624,6 +655,7 @@ def _ends_with_the_reason(stderr: str, reason: str) -> None:
     assert lines[-1].startswith("  traceback : stages: error: ") and stderr.splitlines()[-2] == lines[-1], stderr
 
 
+@pytest.mark.slow
 def test_a_number_of_processes_that_does_not_fit_is_said_once() -> None:
     run = torchrun(2, "-tp", "4")
     assert run.returncode and run.stdout == ""

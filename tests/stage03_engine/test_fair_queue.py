@@ -139,7 +139,7 @@ class QueueMachine(RuleBasedStateMachine):
 
 
 TestQueue = QueueMachine.TestCase
-TestQueue.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestQueue.settings = settings(stateful_step_count=30)
 
 
 CROWD = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), max_size=12)  # (key, HTTP request)
@@ -212,7 +212,6 @@ def drive(scheduler: Scheduler, names: list[str], steps: int = 1000) -> list[tup
     return decisions
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     st.integers(1, 25), st.integers(1, 6), st.sampled_from([8, 30]), st.integers(11, 25), st.booleans(), st.booleans()
 )  # fmt: skip
@@ -226,7 +225,6 @@ def test_with_one_http_request_every_decision_is_that_of_fcfs(
     assert decisions("fair", names) == decisions("fcfs", names)
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(1, 4))
 def test_http_requests_are_admitted_in_rounds(sizes: list[int], seats: int) -> None:
     groups = [[f"cmpl-{group}-{i}" for i in range(size)] for group, size in enumerate(sizes)]

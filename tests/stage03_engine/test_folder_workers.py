@@ -66,6 +66,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "places", "slow"), CASES)
+@pytest.mark.slow
 def test_a_later_start_finds_the_blocks_and_the_tokens_are_those_of_one_worker(
     name: str, places: str, slow: bool, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: Any
 ) -> None:
@@ -150,6 +151,7 @@ FAULTS: dict[str, Callable[[Engine, int], None]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.slow(keep=("two stages-one bit", "two stages-another worker"))
 def test_a_fault_of_any_workers_parts_costs_time_and_no_token(fault: str, engine: Engine) -> None:
     """What is missing, torn or misplaced at one worker is computed by all, and written again."""
     for rank in range(len(engine.folders)):
@@ -159,6 +161,7 @@ def test_a_fault_of_any_workers_parts_costs_time_and_no_token(fault: str, engine
         assert ask(engine.llm) == (engine.answer, 36), f"rank {rank}"
 
 
+@pytest.mark.slow(keep="two stages]")
 def test_of_a_prompt_what_is_before_the_first_missing_part_is_found(engine: Engine) -> None:
     """Nine of the blocks are the prompt's that count: one for each length, and the others change nothing."""
     for rank in range(len(engine.folders)):
@@ -173,6 +176,7 @@ def test_of_a_prompt_what_is_before_the_first_missing_part_is_found(engine: Engi
 
 
 @pytest.mark.parametrize(("name", "rank"), RANKS)
+@pytest.mark.slow
 def test_a_full_disk_of_any_worker_is_one_line_of_its_log_and_costs_no_token(
     name: str, rank: int, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: Any, capfd: Any
 ) -> None:
@@ -188,6 +192,7 @@ def test_a_full_disk_of_any_worker_is_one_line_of_its_log_and_costs_no_token(
 
 
 @pytest.mark.parametrize(("name", "rank"), RANKS)
+@pytest.mark.slow(keep="two stages-1")
 def test_a_folder_that_any_worker_cannot_write_ends_the_start_with_one_line(
     name: str, rank: int, model: str, tmp_path: Path
 ) -> None:
@@ -202,6 +207,7 @@ def test_a_folder_that_any_worker_cannot_write_ends_the_start_with_one_line(
 # What is another engine's
 
 
+@pytest.mark.slow
 def test_other_sizes_do_not_find_the_blocks_and_the_same_do(model: str, tmp_path: Path, expected: Any) -> None:
     """One worker has whole blocks wherever it runs."""
     first = {"one worker": {}} | LAYOUTS

@@ -58,6 +58,7 @@ def test_workers_are_forked_and_the_tokens_are_the_same(monkeypatch: pytest.Monk
     assert lanes == {"Worker_TP0", "Worker_TP1"}
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_is_known_with_its_code() -> None:
     with LLM("gpt2-tiny", tensor_parallel_size=2, **SMALL) as llm:
         [server] = [each for each in servers_of(psutil.Process()) if each.children()]
@@ -68,6 +69,7 @@ def test_a_worker_that_is_killed_is_known_with_its_code() -> None:
     assert not psutil.pid_exists(server.pid)
 
 
+@pytest.mark.slow
 def test_an_error_of_a_worker_is_its_own_line() -> None:
     with pytest.raises(StagesError, match="Worker_TP0: --worker-cls json:JSONDecoder: not a subclass"):
         LLM("gpt2-tiny", distributed_executor_backend="mp", worker_cls="json:JSONDecoder", **SMALL)
@@ -84,6 +86,7 @@ signal.pause()
 
 
 @pytest.mark.parametrize("stopped", [False, True])
+@pytest.mark.slow
 def test_nothing_stays_behind_after_kill_9(stopped: bool) -> None:
     with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None and owner.stdout.readline() == "ready\n"
@@ -106,6 +109,7 @@ def test_a_fork_server_that_is_gone_is_one_line() -> None:
         server.close()
 
 
+@pytest.mark.slow
 def test_a_fork_server_that_was_stopped_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither who ends the workers, whose ends it does not report, nor who starts one."""
     llm = LLM("gpt2-tiny", tensor_parallel_size=2, **SMALL)

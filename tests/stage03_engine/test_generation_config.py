@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 import stage03_engine
 from stage03_engine.arg_utils import EngineArgs
@@ -35,7 +35,6 @@ def defaults(folder: Path, file: Any, **settings: Any) -> dict[str, Any]:
     return config.model_config.default_sampling_params or {}
 
 
-@settings(max_examples=25, deadline=None)
 @given(file=st.fixed_dictionaries({}, optional=KEYS), over=st.fixed_dictionaries({}, optional=KEYS))
 def test_the_override_goes_before_the_file(folder: Path, file: dict[str, Any], over: dict[str, Any]) -> None:
     over.pop("do_sample", None)

@@ -280,6 +280,7 @@ def test_the_engine_has_such_hooks() -> None:
 @pytest.mark.parametrize("before", [True, False], ids=["after another", "before another"])
 @pytest.mark.parametrize("engine", [ToyEngine, AsyncToyEngine, PipelineToyEngine])
 @pytest.mark.parametrize("kinds", SETS, ids=lambda kinds: "+".join(kind.__name__ for kind in kinds))
+@pytest.mark.slow(keep=("Hook-ToyEngine-after another", "Hook-PipelineToyEngine-before another"))
 def test_nothing_runs_before_it_is_released_and_nothing_is_left(
     kinds: list[type[SchedulerHook]], engine: type[ToyEngine], before: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

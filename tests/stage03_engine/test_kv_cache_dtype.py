@@ -104,6 +104,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[tuple[str, ServerProcess]
     running.close()
 
 
+@pytest.mark.slow(keep="int8")
 def test_a_server_says_how_many_blocks_there_are(server: tuple[str, ServerProcess]) -> None:
     name, running = server
     body = {"model": "gpt2-tiny", "prompt": "To be, or", "max_tokens": 8, "temperature": 0}
@@ -190,6 +191,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", ["int8", "fp8_e5m2"])
 @pytest.mark.parametrize("how", CONFIGURATIONS)
+@pytest.mark.slow(keep=("copies-int8", "chunks-fp8", "swapped-int8", "drafts-fp8"))
 def test_company_chunks_and_history_change_no_token(
     how: str, name: str, model: str, alone: dict[str, list[list[int]]]
 ) -> None:

@@ -87,6 +87,7 @@ def twin(folder: Path, name: str, scales: dict[int, tuple[float, float]]) -> Ten
 @pytest.mark.parametrize("name", SCALED)
 @pytest.mark.parametrize("backend", ["torch", "native", "triton-interpret"])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.slow(keep=("gpt2-native-fp8_e4m3", "llama-torch-fp8_e5m2", "llama-triton-interpret-fp8_e4m3"))
 def test_the_second_layer_stores_what_its_scales_say(
     family: str, backend: str, name: str, plain: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -135,6 +136,7 @@ BAD = {
 @pytest.mark.parametrize(
     "end", ["k_scale", "v_scale", "kv_scale", "attn.k_scale", "k_proj.output_scale", "v_proj.v_scale"]
 )
+@pytest.mark.slow(keep=("v_proj.v_scale-gptq", "kv_scale-plain"))
 def test_a_scale_that_is_none_is_refused(end: str, case: str, plain: dict[str, Path], tmp_path: Path) -> None:
     source, name = plain["llama"], NAMES["llama"].format(end)
     if case != "plain":
@@ -220,6 +222,7 @@ def test_another_scheme_is_refused(changed: dict[str, Any], said: str, plain: di
     [{}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"attention_backend": "torch"}, {"enforce_eager": True}],
     ids=str,
 )  # fmt: skip
+@pytest.mark.slow(keep=("tensor_parallel", "attention_backend"))
 def test_workers_stages_and_backends_change_no_token(
     how: dict[str, Any], plain: dict[str, Path], tmp_path: Path
 ) -> None:

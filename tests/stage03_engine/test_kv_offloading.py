@@ -75,6 +75,7 @@ between = st.sampled_from(["nothing", "forget the cache", "damage a file", "lose
 
 @pytest.mark.parametrize("name", [*CONFIGURATIONS, *DRAFTS])
 @pytest.mark.parametrize("with_folder", [False, True], ids=["memory", "memory and folder"])
+@pytest.mark.slow(keep="memory and folder-swapped")
 def test_what_is_found_changes_no_token(
     name: str, with_folder: bool, model: str, tmp_path: Path, alone: dict[tuple[str, int], list[int]]
 ) -> None:
@@ -87,7 +88,7 @@ def test_what_is_found_changes_no_token(
         head = small_eagle.write(tmp_path / "head", small_eagle.random_head(small_eagle.SMALL))
         how["speculative_config"] = {"method": "eagle", "model": head, "num_speculative_tokens": 3}
 
-    @settings(max_examples=6)
+    @settings(max_examples=settings.default.max_examples // 5)
     @given(mixes, between, st.integers(0, 99))
     def serve(mix: list[tuple[str, int]], then: str, which: int) -> None:
         assert tokens_of(ask(llm, mix)) == [alone[each] for each in mix]
@@ -121,7 +122,7 @@ def test_answers_that_are_late_or_never_come_change_no_token(
     few = {"num_gpu_blocks_override": 33, "max_num_batched_tokens": 24, "max_num_seqs": 16}
     slow_connector.seen.clear()
 
-    @settings(max_examples=25)
+    @settings(max_examples=settings.default.max_examples // 5)  # of 16 requests
     @given(st.lists(mixes.map(lambda mix: mix[0]), min_size=16, max_size=16), st.integers(0, 999), st.integers(0, 15))
     def serve(mix: list[tuple[str, int]], seed: int, leaving: int) -> None:
         slow_connector.rng.seed(seed)

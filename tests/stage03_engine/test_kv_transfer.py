@@ -127,13 +127,14 @@ between = st.sampled_from(["nothing", "forget the cache", "damage a file", "lose
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
+@pytest.mark.slow(keep="swapped")
 def test_what_is_found_changes_no_token(
     name: str, model: str, tmp_path: Path, alone: dict[tuple[str, int], list[int]]
 ) -> None:
     """Nor does what was evicted, damaged or lost between two requests; no block is lost, and the recording is decided again as it was."""
     folder, trace = tmp_path / "blocks", tmp_path / "trace"
 
-    @settings(max_examples=10)
+    @settings(max_examples=settings.default.max_examples // 5)
     @given(mixes, between, st.integers(0, 99))
     def serve(mix: list[tuple[str, int]], then: str, which: int) -> None:
         assert tokens_of(ask(llm, mix)) == [alone[each] for each in mix]
@@ -320,6 +321,7 @@ def test_a_damaged_file_stays_open_to_nobody(damage: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.slow(keep="one bit")
 def test_a_damaged_file_is_a_missing_one(
     damage: str, model: str, tmp_path: Path, alone: dict[tuple[str, int], list[int]]
 ) -> None:
@@ -639,6 +641,7 @@ class Numbers:
 
 
 @pytest.mark.parametrize("role", ["kv_both", "kv_consumer", "kv_producer"])
+@pytest.mark.slow(keep=("kv_both", "kv_producer"))
 def test_lookups_and_hits_are_counted_in_tokens(role: str, model: str, tmp_path: Path) -> None:
     """vLLM's counters: what the prefix cache does not have is looked up; what is in the folder, up to the prompt's last token, is a hit."""
     names = ("external_prefix_cache_queries", "external_prefix_cache_hits")
@@ -710,6 +713,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"prefix_caching_hash_seed": None}, "needs prefix_caching_hash_seed, the same at each start"),
     ({}, {"enable_prefix_caching": False}, "needs enable_prefix_caching"),
     ({}, {"runner": "pooling"}, "for models that generate text"),
+    ({}, {"speculative_config": {"model": "gpt2-tiny-draft", "num_speculative_tokens": 3}}, "cannot be combined with a draft model"),
 ]  # fmt: skip
 
 
