@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file, save_file
 from small_adapters import write_adapter
 from small_gpt2 import first_layers
@@ -143,7 +143,7 @@ asks = st.tuples(
 lives = st.lists(asks | st.tuples(st.just("step"), st.integers(1, 4)) | st.tuples(st.just("again"), st.integers(0, 2), st.integers(0, 3)), min_size=4, max_size=20)  # fmt: skip
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8)
 @given(lives)
 def test_whatever_comes_and_goes_each_request_gets_the_tokens_that_it_gets_alone(
     core: Core, folders: list[Path], alone: dict[tuple[int | None, int, str], list[int]], life: list[Any]

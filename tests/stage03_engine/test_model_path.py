@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from patience import PATIENCE
 
 from stage03_engine.arg_utils import EngineArgs
@@ -206,7 +206,6 @@ ANYTHING = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(
     changes=st.dictionaries(st.sampled_from([*CONFIG, "n_inner", "n_ctx", "dtype", *RELATIVES]), ANYTHING, max_size=3)
 )

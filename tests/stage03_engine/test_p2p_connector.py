@@ -208,7 +208,6 @@ def test_a_shaky_link_changes_no_token(name: str, model: str, alone: dict[tuple[
     shaky_links.seen.clear()
     shaky_links.fates[:] = shaky_links.ALL
 
-    @settings(max_examples=25)
     @given(mixes, st.integers(0, 999), st.integers(0, 12))
     def serve(mix: list[tuple[str, int]], seed: int, leaving: int) -> None:
         shaky_links.rng.seed(seed)

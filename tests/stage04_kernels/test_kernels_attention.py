@@ -65,20 +65,18 @@ def backend_equals_the_oracle(backend: str, case: AttentionCase) -> None:
 
 
 @pytest.mark.parametrize("backend", [name for name in FAST_BACKENDS if name != "triton-interpret"])
-@settings(max_examples=120, deadline=None)
 @given(case=attention_cases())
 def test_backend_equals_the_oracle(backend: str, case: AttentionCase) -> None:
     backend_equals_the_oracle(backend, case)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(case=attention_cases())
 def test_the_triton_kernels_equal_the_oracle(case: AttentionCase) -> None:
     """Fewer examples: the interpreter takes its time. The rest of the grid is in `python -m stage04_kernels check`."""
     backend_equals_the_oracle("triton-interpret", case)
 
 
-@settings(max_examples=30, deadline=None)
 @given(query_len=st.integers(1, 20), seed=st.integers(0, 1000), kv_heads=st.sampled_from([1, 2, 4]))
 def test_oracle_equals_dense_causal_attention(query_len: int, seed: int, kv_heads: int) -> None:
     """A whole prompt needs no cache: torch's own causal attention over its keys and values must agree."""
@@ -190,7 +188,6 @@ def constant(query: torch.Tensor, *arguments: Any) -> torch.Tensor:
     return torch.full_like(query, arguments[4])
 
 
-@settings(max_examples=60, deadline=None)
 @given(data=st.data(), num_tokens=st.integers(0, 30), block_size=st.sampled_from([1, 4, 16]))
 def test_write_kv_equals_its_twin_and_touches_nothing_else(
     data: st.DataObject, num_tokens: int, block_size: int

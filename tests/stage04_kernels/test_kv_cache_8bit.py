@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 
 from stage04_kernels.attention import AttentionBackend
@@ -238,7 +238,6 @@ def test_a_row_does_not_depend_on_its_chunk(case: AttentionCase, kv_format: KVFo
 # Triton, interpreted
 
 
-@settings(max_examples=25)
 @given(cases, formats, st.sampled_from([1, 1, 4]), st.sampled_from(["wide", "narrow"]))
 def test_the_interpreted_kernels_are_the_twin(
     case: AttentionCase, kv_format: KVFormat, num_splits: int, tiles: str
