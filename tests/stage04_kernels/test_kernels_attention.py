@@ -70,7 +70,7 @@ def test_backend_equals_the_oracle(backend: str, case: AttentionCase) -> None:
     backend_equals_the_oracle(backend, case)
 
 
-@settings(max_examples=20)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(case=attention_cases())
 def test_the_triton_kernels_equal_the_oracle(case: AttentionCase) -> None:
     """Fewer examples: the interpreter takes its time. The rest of the grid is in `python -m stage04_kernels check`."""
@@ -87,6 +87,7 @@ def test_oracle_equals_dense_causal_attention(query_len: int, seed: int, kv_head
     assert_close(run(case, "reference"), dense)
 
 
+@pytest.mark.slow(keep=("5-", "1-torch", "1-native"))
 @pytest.mark.parametrize("backend", RUNNABLE)
 @pytest.mark.parametrize("chunk", [1, 5, 16])
 def test_a_prompt_in_chunks_equals_the_prompt_at_once(backend: str, chunk: int) -> None:

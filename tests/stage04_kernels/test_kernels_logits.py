@@ -82,6 +82,7 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow(keep=("'min_p': 0.02", "'top_p': 0.95"))
 @pytest.mark.parametrize("params", SETTINGS, ids=str)
 def test_draws_follow_the_distribution(params: dict[str, Any]) -> None:
     """Chi-square over the tokens that may come, none of the others, one seed at 50,000 positions."""

@@ -222,6 +222,7 @@ def chi_square(tokens: torch.Tensor, probs: torch.Tensor) -> float:
     return float(((tokens.bincount(minlength=len(probs)) - expected) ** 2 / expected).sum())
 
 
+@pytest.mark.slow(keep="seeds")
 @pytest.mark.parametrize("over", ["seeds", "positions"])
 def test_draws_follow_the_softmax(over: str) -> None:
     n = 20_000

@@ -59,6 +59,7 @@ TRANSFORMS = {
 }
 
 
+@pytest.mark.slow(keep="top-p")
 @pytest.mark.parametrize("setting", TRANSFORMS.values(), ids=TRANSFORMS.keys())
 def test_the_distribution_is_the_targets(setting: dict) -> None:
     """Two positions, one draft: the first new token is distributed as p; the bonus token, when it comes, too."""
