@@ -87,7 +87,7 @@ def test_the_twin_computes_what_one_pass_computes(case: AttentionCase) -> None:
     assert float((merged.float() - one_pass.float()).abs().max()) <= allowed(case, plan)
 
 
-@settings(max_examples=settings.default.max_examples // 4)
+@settings(max_examples=settings().max_examples // 4)
 @given(case=shared_cases(), tiles=st.sampled_from(tile_choices()))
 def test_the_kernels_compute_what_the_twin_computes(case: AttentionCase, tiles: object) -> None:
     if (plan := plan_of(case)) is None:

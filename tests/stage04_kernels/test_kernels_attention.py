@@ -70,7 +70,7 @@ def test_backend_equals_the_oracle(backend: str, case: AttentionCase) -> None:
     backend_equals_the_oracle(backend, case)
 
 
-@settings(max_examples=settings.default.max_examples // 2)
+@settings(max_examples=settings().max_examples // 2)
 @given(case=attention_cases())
 def test_the_triton_kernels_equal_the_oracle(case: AttentionCase) -> None:
     """Fewer examples: the interpreter takes its time. The rest of the grid is in `python -m stage04_kernels check`."""

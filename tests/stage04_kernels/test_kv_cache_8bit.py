@@ -239,7 +239,7 @@ def test_a_row_does_not_depend_on_its_chunk(case: AttentionCase, kv_format: KVFo
 # Triton, interpreted
 
 
-@settings(max_examples=settings.default.max_examples // 3)
+@settings(max_examples=settings().max_examples // 3)
 @given(cases, formats, st.sampled_from([1, 1, 4]), st.sampled_from(["wide", "narrow"]))
 def test_the_interpreted_kernels_are_the_twin(
     case: AttentionCase, kv_format: KVFormat, num_splits: int, tiles: str

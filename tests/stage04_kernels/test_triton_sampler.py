@@ -38,7 +38,7 @@ def test_draws_follow_the_distribution() -> None:
         assert abs(frequency - prob) < 4 * math.sqrt(prob * (1 - prob) / draws)
 
 
-@settings(max_examples=settings.default.max_examples // 4)
+@settings(max_examples=settings().max_examples // 4)
 @given(st.data(), st.integers(1, 300), st.integers(1, 5))
 def test_a_draw_depends_on_its_row_alone(data: st.DataObject, vocab: int, rows: int) -> None:
     """Any rows in any order, with and without neighbours: seed, position and logits decide."""
@@ -81,7 +81,7 @@ def test_many_draws_from_a_row_full_of_ties_are_the_slow_ones(top_k: int, top_p:
     assert len(set(wanted.tolist())) > 2
 
 
-@settings(max_examples=settings.default.max_examples // 4)
+@settings(max_examples=settings().max_examples // 4)
 @given(st.integers(0, 999), st.integers(1, 200), st.integers(0, 30))
 def test_logprobs_equal_those_of_torch(seed: int, vocab: int, count: int) -> None:
     generator = torch.Generator().manual_seed(seed)
