@@ -320,6 +320,7 @@ def test_a_model_is_downloaded_once_and_then_cached(hub: str, tmp_path: Path) ->
     assert resolve_elsewhere("gpt2", **online).startswith("hub gpt2 ")
 
 
+@pytest.mark.slow
 def test_another_revision_in_another_folder(hub: str, tmp_path: Path) -> None:
     """Both revisions are cached side by side. The second has pickled weights only."""
     home, other = tmp_path / "home", tmp_path / "other"
