@@ -41,7 +41,7 @@ found = {
     "constant": problems(Variant("add", _add, {}, {"x_ptr": "f32"})),
     "twice": problems(replace(prompt, constants=prompt.constants | {"BLOCK_M": 64})),
     "stages": problems(replace(decode, num_stages=2)),
-    "float32": problems(replace(exact, num_warps=1)),
+    "float32": problems(replace(exact, num_warps=2)),
     "right": problems(prompt) + problems(decode),
     "refused": [
         each.name for each in variants() if compile_source(each, CHIPS["sm_90"], "ones", to_the_end=False).error
