@@ -51,6 +51,7 @@ def answers(llm: LLM) -> list[list[list[int]]]:
     return found
 
 
+@pytest.mark.slow(keep="two slices-one is slow")
 @pytest.mark.parametrize("slow", [False, True], ids=["", "one is slow"])
 @pytest.mark.parametrize("name", WORKERS)
 def test_the_tokens_are_those_of_one_worker(
