@@ -149,7 +149,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "chunks of 16": {"max_num_batched_tokens": 16, "max_num_seqs": 8, "kv_cache_memory_bytes": 4_000_000},
     "preemption": TIGHT,
     "preemption, no prefix caching": TIGHT | {"enable_prefix_caching": False},
-    "preemption by swapping": TIGHT | {"preemption_mode": "swap"},
+    "preemption by swapping": TIGHT | {"preemption_mode": "swap", "swap_space": 0.01},
 }
 SLIDING = ("mistral", "qwen2, some layers sliding")
 """Families that try every policy; swapping and recomputing without a cache know no more of the others than `preemption` shows."""
