@@ -136,6 +136,7 @@ BUSY: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow(keep=("swap-False", "recompute-True"))
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_the_real_engine_with_everything_at_once_is_reproduced(mode: str, ahead: bool, tmp_path: Path) -> None:
