@@ -195,6 +195,7 @@ def test_a_format_without_its_files_is_refused(name: str) -> None:
 # Each worker's slices
 
 
+@pytest.mark.slow(keep="tensor")
 @pytest.mark.parametrize(
     "sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=lambda sizes: next(iter(sizes))
 )
