@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from server_under_test import ServerProcess, events
 from small_tokenizers import TEXTS, end_of_word, model_folder, sentencepiece, unigram, wordpiece
 from tokenizers import Tokenizer as Backend, decoders
@@ -30,7 +30,6 @@ BACKENDS: dict[str, Backend] = {
     "unigram with Metaspace": unigram(decoders.Metaspace()), "bytes": fused_bytes(),
 }  # fmt: skip
 KINDS = {name: Tokenizer(backend, None) for name, backend in BACKENDS.items()}
-quick = settings(max_examples=150, deadline=None)
 texts = st.sampled_from(TEXTS) | st.lists(
     st.sampled_from(["to", " ", "be,", "n't", "’", "é", "😀", " do ", "?", "[SEP]"])
 ).map("".join)
@@ -46,7 +45,6 @@ def pieces(kind: str, ids: list[int], prompt: list[int], **params: Any) -> list[
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@quick
 @given(text=texts, skip=st.booleans())
 def test_a_text_is_encoded_decoded_and_streamed_as_the_library_does_it(kind: str, text: str, skip: bool) -> None:
     ids = KINDS[kind].encode(text)
@@ -57,7 +55,6 @@ def test_a_text_is_encoded_decoded_and_streamed_as_the_library_does_it(kind: str
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "bytes"])
-@quick
 @given(data=st.data(), skip=st.booleans())
 def test_any_tokens_after_any_prompt(kind: str, data: Any, skip: bool) -> None:
     """The slow twin decodes all there is, for each token."""

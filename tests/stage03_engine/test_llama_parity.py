@@ -118,6 +118,7 @@ def our_logits(folder: Path, tokens: list[int], block_size: int, chunk: int, **s
     return torch.cat(rows)
 
 
+@pytest.mark.slow(keep=("-7-13", "mistral-3-1"))
 @pytest.mark.parametrize(("block_size", "chunk"), [(5, 1000), (7, 13), (3, 1)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_agree_with_transformers(
@@ -148,13 +149,14 @@ POLICIES: dict[str, dict[str, Any]] = {
     "chunks of 16": {"max_num_batched_tokens": 16, "max_num_seqs": 8, "kv_cache_memory_bytes": 4_000_000},
     "preemption": TIGHT,
     "preemption, no prefix caching": TIGHT | {"enable_prefix_caching": False},
-    "preemption by swapping": TIGHT | {"preemption_mode": "swap"},
+    "preemption by swapping": TIGHT | {"preemption_mode": "swap", "swap_space": 0.01},
 }
 SLIDING = ("mistral", "qwen2, some layers sliding")
 """Families that try every policy; swapping and recomputing without a cache know no more of the others than `preemption` shows."""
 LENGTHS = (1, 13, 40, 27, 33)
 
 
+@pytest.mark.slow(keep=("mistral", "llama3"))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_32_greedy_tokens_are_transformers_own(family: str, folders: Callable[[str], Path]) -> None:
     """Prompts longer than the window of Mistral and Qwen2, in chunks, and with room for little more than one request."""
@@ -180,6 +182,7 @@ def test_32_greedy_tokens_are_transformers_own(family: str, folders: Callable[[s
         assert (preemptions > 0) == name.startswith("preemption"), "the test is void if nothing was preempted"
 
 
+@pytest.mark.slow(keep=("bfloat16", "auto"))
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "auto"])
 @pytest.mark.parametrize("family", ["llama3", "mistral", "qwen2", "qwen3, tied"])
 def test_every_number_format_runs(family: str, dtype: str, folders: Callable[[str], Path]) -> None:

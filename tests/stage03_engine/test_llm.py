@@ -113,6 +113,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "users_own"
 
 
+@pytest.mark.slow(keep="False")
 @pytest.mark.parametrize("multiprocess", [False, True])
 def test_a_users_own_scheduler_and_block_pool_run(multiprocess: bool, plugin: str) -> None:
     own = {"scheduler_cls": f"{plugin}:OneAtATime", "block_pool_cls": f"{plugin}:Backwards"}
@@ -155,6 +156,7 @@ def test_a_scheduler_setting_that_cannot_work_is_refused(setting: dict, words: s
         LLM("gpt2-tiny", **SMALL | setting)
 
 
+@pytest.mark.slow(keep="False")
 @pytest.mark.parametrize("multiprocess", [False, True])
 def test_prefix_caching_reuses_and_resets(multiprocess: bool) -> None:
     params, prompt = SamplingParams(temperature=0, max_tokens=4), [9] * 40
@@ -199,6 +201,7 @@ def command(*args: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow(keep="in-process")
 @pytest.mark.parametrize("where", [[], ["--multiprocess"]], ids=["in-process", "multiprocess"])
 def test_the_command_prints_the_completion_and_leaves_a_trace(where: list[str], tmp_path: Path) -> None:
     flags = ["--max-tokens", "8", "--kv-cache-memory-bytes", "50000000", "--trace", str(tmp_path), *where]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -195,6 +195,7 @@ def test_a_format_without_its_files_is_refused(name: str) -> None:
 # Each worker's slices
 
 
+@pytest.mark.slow(keep="tensor")
 @pytest.mark.parametrize(
     "sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=lambda sizes: next(iter(sizes))
 )
@@ -239,7 +240,6 @@ def test_slices_of_other_workers_are_refused(tmp_path: Path, capsys: pytest.Capt
         assert error.startswith("stages: error: ") and error.count("\n") == 1, error
 
 
-@settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.integers(1, 400))
 def test_parts_hold_every_tensor_once(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int], part_bytes: int

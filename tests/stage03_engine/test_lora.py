@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file, save_file
 from small_adapters import merge, write_adapter
 from small_gpt2 import first_layers
@@ -102,7 +102,8 @@ asked = st.lists(
 )  # fmt: skip
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.slow(keep=("preempted-gpt2", "plain-llama", "packed-llama"))
+@settings(max_examples=8)
 @given(asked)
 def test_each_request_of_a_mix_gets_the_tokens_of_its_merged_model(
     llm: LLM, family: Family, mix: list[tuple[str | None, int]]
@@ -111,6 +112,7 @@ def test_each_request_of_a_mix_gets_the_tokens_of_its_merged_model(
     assert tokens_of(llm, mix) == [family.expected[each] for each in mix]
 
 
+@pytest.mark.slow(keep="llama-int8")
 @pytest.mark.parametrize("method", ["int8", "int4"])
 def test_quantized_weights_and_an_adapter(family: Family, method: str) -> None:
     """What the adapter adds is not quantized, and comes before the activation."""

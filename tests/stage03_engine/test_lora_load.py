@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file, save_file
 from small_adapters import write_adapter
 from small_gpt2 import first_layers
@@ -143,7 +143,8 @@ asks = st.tuples(
 lives = st.lists(asks | st.tuples(st.just("step"), st.integers(1, 4)) | st.tuples(st.just("again"), st.integers(0, 2), st.integers(0, 3)), min_size=4, max_size=20)  # fmt: skip
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.slow(keep=("one place", "preempted"))
+@settings(max_examples=8)
 @given(lives)
 def test_whatever_comes_and_goes_each_request_gets_the_tokens_that_it_gets_alone(
     core: Core, folders: list[Path], alone: dict[tuple[int | None, int, str], list[int]], life: list[Any]
@@ -244,18 +245,20 @@ def test_an_adapter_whose_folder_has_changed(
         assert core.tokens[request] == alone[number, 0, "greedy"], request
 
 
-def test_memory_does_not_grow(model: Path, folders: list[Path]) -> None:
+@pytest.mark.slow(keep="40")
+@pytest.mark.parametrize("turns", [40, 1000])
+def test_memory_does_not_grow(turns: int, model: Path, folders: list[Path]) -> None:
     """A thousand loads, used now and then. If each left its adapter behind, that would be hundreds of megabytes."""
     weights = (folders[0] / "adapter_model.safetensors").stat().st_size
     with running(model, max_loras=2, max_cpu_loras=3, check_invariants=False) as core:
         used, process = list[int](), psutil.Process(os.getpid())
-        for turn in range(1000):
+        for turn in range(turns):
             number = core.load(folders[0])
             if turn % 20 == 0:
                 core.ask("now and then", number, 2, max_tokens=1)
             assert core.core.call("remove_lora", number) is True
             core.run()
-            if turn in (199, 999):
+            if turn + 1 in (turns // 5, turns):
                 used.append(process.memory_info().rss)
         [hook] = [each for each in core.core.executor.worker.model_runner.hooks if hasattr(each, "adapters")]
         left = hook.adapters
@@ -279,6 +282,7 @@ def test_the_trace_tells_of_places(model: Path, folders: list[Path], tmp_path: P
     assert [event.req for event in run.named("lora.waiting")] == ["r1"]
 
 
+@pytest.mark.slow(keep=("float32", "pairs"))
 @pytest.mark.skipif(library.problem() is not None, reason=str(library.problem()))
 @pytest.mark.parametrize(
     "how",
@@ -326,6 +330,7 @@ SEVERAL: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow(keep="two slices")
 @pytest.mark.parametrize("how", SEVERAL.values(), ids=SEVERAL)
 def test_several_workers_make_the_same_tokens(
     how: dict[str, Any], model: Path, folders: list[Path], alone: dict[Any, list[int]], tmp_path: Path

@@ -124,6 +124,7 @@ def expected() -> list[list[int]]:
         return tokens(llm)
 
 
+@pytest.mark.slow(keep="tensor")
 @pytest.mark.parametrize("form", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_two_machines_give_the_tokens_of_one(form: str, expected: list[list[int]], port: int, tmp_path: Path) -> None:
     settings = {**SETTINGS, form: 2, "nnodes": 2, "master_port": port, "trace": str(tmp_path)}

@@ -16,6 +16,7 @@ from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.core.features.debug.scheduler_checks import check_invariants
 from stage03_engine.core.models.loader import get_model
 from stage03_engine.llm import LLM
+from stage03_engine.outputs import RequestOutput
 from stage03_engine.sampling_params import SamplingParams
 from stage04_kernels.attention import AttentionMetadata
 from stage04_kernels.backends.native import library
@@ -126,6 +127,7 @@ def relative(folder: Path, **changes: Any) -> GPT2LMHeadModel:
 ATTENDS = ("scaled by layer", "scaled by layer alone", "heads of 1", "heads of 7", "heads of 80", "one head of 300")
 
 
+@pytest.mark.slow(keep=("torch", "native", "heads of 7-", "layer alone-reference"))
 @pytest.mark.parametrize(
     ("which", "backend"),
     [(which, "torch") for which in RELATIVES]
@@ -149,6 +151,7 @@ def test_every_activation_is_that_of_transformers(name: str, tmp_path: Path) -> 
     torch.testing.assert_close(our_logits(tmp_path, tokens), expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow(keep=("torch", "native"))
 @pytest.mark.parametrize(
     ("which", "backend"),
     [("all at once", "torch"), *(("all at once", backend) for backend in NATIVE), ("one token", "torch"), ("three tokens", "torch"),
@@ -178,24 +181,19 @@ def test_a_relative_writes_what_transformers_writes(which: str, backend: str, tm
     assert len(outputs[1].outputs[0].token_ids) == 4 and set(outputs[1].outputs[0].token_ids) <= set(range(vocab_size))
 
 
-def hf_greedy(prompts: list[list[int]], count: int) -> list[list[int]]:
-    """Greedy tokens by transformers, the whole context computed anew for every token: slow and obviously right."""
-    model = hf_model(BUNDLED)
-    results = []
-    for prompt in prompts:
-        tokens = list(prompt)
-        for _ in range(count):
-            with torch.inference_mode():
-                tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-        results.append(tokens[len(prompt) :])
-    return results
-
-
 @pytest.fixture(scope="module")
-def expected() -> list[list[int]]:
-    with LLM("gpt2-tiny", num_gpu_blocks_override=40) as llm:
-        prompts = [llm.tokenizer.encode(prompt) for prompt in PROMPTS]
-    return hf_greedy(prompts, 64)
+def bundled() -> GPT2LMHeadModel:
+    return hf_model(BUNDLED)
+
+
+def assert_greedy(model: GPT2LMHeadModel, outputs: list[RequestOutput]) -> None:
+    """Each of the 64 tokens is the one that transformers finds most likely after all before it, without a cache."""
+    assert len(outputs) == len(PROMPTS)
+    for output in outputs:
+        answer = output.outputs[0].token_ids
+        with torch.inference_mode():
+            logits = model(torch.tensor([[*output.prompt_token_ids, *answer]])).logits[0]
+        assert len(answer) == 64 and logits[len(output.prompt_token_ids) - 1 : -1].argmax(-1).tolist() == answer
 
 
 POLICIES = {
@@ -209,31 +207,32 @@ POLICIES = {
 }
 
 
+@pytest.mark.slow(keep=("chunks of 16", "block size 1"))
 @pytest.mark.parametrize("policy", POLICIES)
-def test_64_greedy_tokens_are_transformers_own(policy: str, expected: list[list[int]]) -> None:
+def test_64_greedy_tokens_are_transformers_own(policy: str, bundled: GPT2LMHeadModel) -> None:
     with LLM("gpt2-tiny", kv_cache_memory_bytes=50_000_000, **POLICIES[policy]) as llm:
         outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
-    assert [output.outputs[0].token_ids for output in outputs] == expected
+    assert_greedy(bundled, outputs)
 
 
+@pytest.mark.slow(keep="16")
 @pytest.mark.parametrize("budget", [16, 2048])
-def test_greedy_tokens_survive_preemption(budget: int, expected: list[list[int]]) -> None:
+def test_greedy_tokens_survive_preemption(budget: int, bundled: GPT2LMHeadModel) -> None:
     """Room for little more than one request: the others are preempted again and again, and nobody can tell."""
     tight = {"max_model_len": 160, "num_gpu_blocks_override": 12, "max_num_seqs": 8, "max_num_batched_tokens": budget}
     with LLM("gpt2-tiny", **tight) as llm:
         outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
         assert llm.engine_core._core.scheduler.stats.num_preemptions > 0, "the test is void if nothing was preempted"
         check_invariants(llm.engine_core._core.scheduler)
-    assert [output.outputs[0].token_ids for output in outputs] == expected
+    assert_greedy(bundled, outputs)
 
 
-def test_logprobs_are_those_of_transformers() -> None:
-    model = hf_model(BUNDLED)
+def test_logprobs_are_those_of_transformers(bundled: GPT2LMHeadModel) -> None:
     with LLM("gpt2-tiny", num_gpu_blocks_override=40) as llm:
         output = llm.generate("To be, or", SamplingParams(temperature=0.9, seed=5, max_tokens=12, logprobs=3))[0]
     completion, tokens = output.outputs[0], output.prompt_token_ids + output.outputs[0].token_ids
     with torch.inference_mode():
-        reference = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+        reference = bundled(torch.tensor([tokens])).logits[0].log_softmax(-1)
     assert completion.logprobs is not None and len(completion.logprobs) == 12
     for i, position in enumerate(completion.logprobs):
         row = reference[len(output.prompt_token_ids) - 1 + i]
@@ -243,23 +242,21 @@ def test_logprobs_are_those_of_transformers() -> None:
         torch.testing.assert_close(torch.tensor(position.logprobs), row[position.token_ids], atol=1e-4, rtol=0)
 
 
-def test_a_seeded_draw_is_the_samplers_own_at_each_position() -> None:
-    """Transformers' logits and the sampler alone, step by step, give the engine's tokens: the engine passes on seed,
+def test_a_seeded_draw_is_the_samplers_own_at_each_position(bundled: GPT2LMHeadModel) -> None:
+    """Transformers' logits and the sampler alone, position by position, give the engine's tokens: the engine passes on seed,
     settings and the position in the output, also when it was preempted in between."""
     params = SamplingParams(temperature=1.3, top_k=40, top_p=0.95, min_p=0.001, seed=77, max_tokens=24, ignore_eos=True)
     tight = {"max_model_len": 160, "num_gpu_blocks_override": 12}
     with LLM("gpt2-tiny", **tight) as llm:
         outputs = llm.generate(PROMPTS[:3] * 2, params)
         assert llm.engine_core._core.scheduler.stats.num_preemptions > 0, "the test is void if nothing was preempted"
-    model = hf_model(BUNDLED)
     for output in outputs:
-        tokens = list(output.prompt_token_ids)
-        for position in range(24):
-            with torch.inference_mode():
-                logits = model(torch.tensor([tokens])).logits[0, -1:].float()
-            metadata = SamplingMetadata.from_lists([1.3], [40], [0.95], [0.001], [77], [position])
-            tokens.append(int(sample(logits, metadata).sampled_token_ids[0]))
-        assert tokens[len(output.prompt_token_ids) :] == output.outputs[0].token_ids
+        answer, start = output.outputs[0].token_ids, len(output.prompt_token_ids) - 1
+        with torch.inference_mode():
+            logits = bundled(torch.tensor([[*output.prompt_token_ids, *answer]])).logits[0].float()
+        alike = ([value] * 24 for value in (1.3, 40, 0.95, 0.001, 77))
+        metadata = SamplingMetadata.from_lists(*alike, list(range(24)))
+        assert sample(logits[start:-1], metadata).sampled_token_ids.tolist() == answer
 
 
 def test_the_bundled_model_loads_as_any_other_folder() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from patience import PATIENCE
 
 from stage03_engine.arg_utils import EngineArgs
@@ -206,7 +206,6 @@ ANYTHING = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(
     changes=st.dictionaries(st.sampled_from([*CONFIG, "n_inner", "n_ctx", "dtype", *RELATIVES]), ANYTHING, max_size=3)
 )
@@ -321,6 +320,7 @@ def test_a_model_is_downloaded_once_and_then_cached(hub: str, tmp_path: Path) ->
     assert resolve_elsewhere("gpt2", **online).startswith("hub gpt2 ")
 
 
+@pytest.mark.slow
 def test_another_revision_in_another_folder(hub: str, tmp_path: Path) -> None:
     """Both revisions are cached side by side. The second has pickled weights only."""
     home, other = tmp_path / "home", tmp_path / "other"

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from stage03_engine.config import ModelConfig, VllmConfig
 from stage03_engine.core.features.pooling.labels import CLASSIFIER, classifier_name
@@ -150,7 +150,6 @@ KEYS = [
 ]  # fmt: skip
 
 
-@settings(deadline=None, max_examples=200)
 @given(
     changes=st.dictionaries(st.sampled_from(KEYS), ANYTHING, max_size=3),
     family=st.sampled_from([{}, MISTRAL, QWEN2, QWEN3]),

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from stage03_engine.arg_utils import EngineArgs
 from stage03_engine.config import VllmConfig
@@ -30,13 +30,11 @@ def naive(tokens: list[int], shortest: int, longest: int) -> int | None:
 lookups = st.tuples(st.integers(1, 5), st.integers(0, 4)).map(lambda pair: (pair[0], pair[0] + pair[1]))
 
 
-@settings(max_examples=1000, deadline=None)
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=30), lookups)
 def test_the_search_is_the_naive_one(tokens: list[int], lookup: tuple[int, int]) -> None:
     assert find_continuation(np.array(tokens), *lookup) == naive(tokens, *lookup)
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=30), lookups, st.integers(1, 9))
 def test_a_proposal_copies_token_by_token(tokens: list[int], lookup: tuple[int, int], count: int) -> None:
     start = naive(tokens, *lookup)

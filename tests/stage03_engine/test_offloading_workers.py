@@ -33,7 +33,7 @@ FEW = {"num_gpu_blocks_override": 40, "max_num_batched_tokens": 64, "max_num_seq
 WORKERS: dict[str, dict[str, Any]] = {
     "two slices": {"tensor_parallel_size": 2},
     "two stages": {"pipeline_parallel_size": 2},
-    "two stages of two slices": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+    "both": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
     "two slices, ahead": {"tensor_parallel_size": 2, "async_scheduling": True},
     "two slices, 8 bits": {"tensor_parallel_size": 2, "kv_cache_dtype": "int8"},
 }
@@ -51,6 +51,7 @@ def answers(llm: LLM) -> list[list[list[int]]]:
     return found
 
 
+@pytest.mark.slow(keep="two slices-one is slow")
 @pytest.mark.parametrize("slow", [False, True], ids=["", "one is slow"])
 @pytest.mark.parametrize("name", WORKERS)
 def test_the_tokens_are_those_of_one_worker(

@@ -177,6 +177,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 mixes = st.lists(st.tuples(st.sampled_from(sorted(HOW)), st.integers(0, len(PROMPTS) - 1)), min_size=1, max_size=7)
 
 
+@pytest.mark.slow(keep=("chunks", "preempted"))
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_two_engines_give_the_tokens_of_one(name: str, model: str, alone: dict[tuple[str, int], list[int]]) -> None:
     pair = Pair(model, **CONFIGURATIONS[name])
@@ -200,6 +201,7 @@ def test_two_engines_give_the_tokens_of_one(name: str, model: str, alone: dict[t
         pair.close()
 
 
+@pytest.mark.slow(keep="preempted")
 @pytest.mark.parametrize("name", ["plain", "preempted"])
 def test_a_shaky_link_changes_no_token(name: str, model: str, alone: dict[tuple[str, int], list[int]]) -> None:
     """Each block, question and end may be lost, late, torn, twice, or another's; now and then a request is aborted on its way."""
@@ -208,7 +210,7 @@ def test_a_shaky_link_changes_no_token(name: str, model: str, alone: dict[tuple[
     shaky_links.seen.clear()
     shaky_links.fates[:] = shaky_links.ALL
 
-    @settings(max_examples=25)
+    @settings(max_examples=settings().max_examples // 3)
     @given(mixes, st.integers(0, 999), st.integers(0, 12))
     def serve(mix: list[tuple[str, int]], seed: int, leaving: int) -> None:
         shaky_links.rng.seed(seed)

@@ -158,6 +158,7 @@ def test_logprobs_are_the_same_bit_for_bit(name: str, tmp_path: Path) -> None:
     assert found[0][1][1] != found[0][1][0], "the test is void if all positions are alike"
 
 
+@pytest.mark.slow(keep="2, fair")
 @pytest.mark.parametrize(
     "settings",
     [
@@ -177,6 +178,7 @@ def test_every_kind_of_request_gets_the_same_answer(settings: dict[str, Any]) ->
     assert both[0] == both[1]
 
 
+@pytest.mark.slow(keep=("{}", "int8"))
 @pytest.mark.parametrize(
     "settings",
     [

@@ -26,6 +26,20 @@ from stagetrace import vocabulary
 from stagetrace.vocabulary import VOCABULARY, Row
 
 ROOT = Path(__file__).parent.parent.parent
+Calls = list[tuple[Path, ast.Call]]
+
+
+@pytest.fixture(scope="module")
+def calls() -> Calls:
+    """Every call in the files of the stages."""
+    return [
+        (path, node)
+        for path in ROOT.glob("stage0?_*/**/*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+    ]
+
+
 HERE = "stage03_engine.core.features.debug"
 
 
@@ -206,19 +220,14 @@ class OtherLamp:
     color: str = option("blue", "what it shines in")
 
 
-def test_a_method_that_is_asked_of_each_feature_may_be_declared_by_each() -> None:
-    calls = [
-        node.args[1]
-        for stage in sorted(ROOT.glob("stage0*"))
-        for path in sorted(stage.rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Name)
-        and node.func.id == "each"
-        and len(node.args) == 2
+def test_a_method_that_is_asked_of_each_feature_may_be_declared_by_each(calls: Calls) -> None:
+    asked = [
+        call.args[1]
+        for _, call in calls
+        if isinstance(call.func, ast.Name) and call.func.id == "each" and len(call.args) == 2
     ]
-    assert {call.value for call in calls if isinstance(call, ast.Constant)} <= EACH
-    assert len(calls) > 4
+    assert {each.value for each in asked if isinstance(each, ast.Constant)} <= EACH
+    assert len(asked) > 4
 
 
 @pytest.mark.parametrize("own", [True, False])
@@ -284,24 +293,19 @@ def literals(call: ast.Call) -> list[str | None]:
     return [each.value if isinstance(each, ast.Constant) else None for each in given]
 
 
-def test_every_part_is_asked_for_under_its_key() -> None:
+def test_every_part_is_asked_for_under_its_key(calls: Calls) -> None:
     """A key with a typo would be a part that nobody uses, without a word. A key that is computed stands for all of its seam."""
     asked: set[tuple[str, str | None]] = set()
-    for path in ROOT.glob("stage0?_*/**/*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in ASKED and node.args:
-                seam, *keys = literals(node)
-                if seam in plugins.SEAMS:
-                    keyed = [
-                        ast.unparse(node.func) in ("find", "wanted"),
-                        *(word.arg == "key" for word in node.keywords),
-                    ]
-                    computed = keys[:1] == [None] and any(keyed)
-                    asked |= (
-                        {(seam, None)} if computed else {(seam, key) for key in (*keys, "") if isinstance(key, str)}
-                    )
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "keys" and node.args:
-                asked |= {(seam, None) for seam in literals(node)[:1] if seam}
+    for _, call in calls:
+        function = ast.unparse(call.func)
+        if function in ASKED and call.args:
+            seam, *keys = literals(call)
+            if seam in plugins.SEAMS:
+                keyed = [function in ("find", "wanted"), *(word.arg == "key" for word in call.keywords)]
+                computed = keys[:1] == [None] and any(keyed)
+                asked |= {(seam, None)} if computed else {(seam, key) for key in (*keys, "") if isinstance(key, str)}
+        if function == "keys" and call.args:
+            asked |= {(seam, None) for seam in literals(call)[:1] if seam}
     parts = [part for feature in plugins.features() for part in feature.parts]
     assert len(parts) > 100
     assert not [part for part in parts if not asked & {(part.seam, part.key), (part.seam, None)}]
@@ -310,17 +314,15 @@ def test_every_part_is_asked_for_under_its_key() -> None:
 # Events of the trace
 
 
-def in_rooms(named: Callable[[ast.Call], Iterable[str]]) -> dict[str, set[str]]:
+def in_rooms(calls: Calls, named: Callable[[ast.Call], Iterable[str]]) -> dict[str, set[str]]:
     """Feature -> what the calls in its files name. A file belongs to the innermost room that it lies in."""
     rooms = {module.replace(".", "/"): each.name for each in plugins.features() for module in (each.room, *each.also)}
     found: dict[str, set[str]] = {each.name: set() for each in plugins.features()}
-    for path in ROOT.glob("stage0?_*/**/*.py"):
+    for path, call in calls:
         place = path.relative_to(ROOT).with_suffix("")
         room = next((rooms[str(each)] for each in (place, *place.parents) if str(each) in rooms), None)
         if room is not None:
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.Call):
-                    found[room].update(named(node))
+            found[room].update(named(call))
     return found
 
 
@@ -341,19 +343,19 @@ def name_of(word: ast.keyword) -> str:
     return "".join(part.value if isinstance(part, ast.Constant) else ast.unparse(part.value) for part in parts)  # type: ignore[attr-defined,misc]
 
 
-def test_a_manifest_names_the_events_that_its_room_emits() -> None:
+def test_a_manifest_names_the_events_that_its_room_emits(calls: Calls) -> None:
     named = {each.name: set(each.events) for each in plugins.features()}
-    assert in_rooms(emitted) == named
+    assert in_rooms(calls, emitted) == named
     assert sum(map(len, named.values())) > 60
 
 
-def test_a_manifest_names_what_its_room_counts() -> None:
+def test_a_manifest_names_what_its_room_counts(calls: Calls) -> None:
     """Without a name there is no metric."""
     named = {
         each.name: {name for part in each.parts if part.seam == "counts" for name in part.load()}
         for each in plugins.features()
     }
-    assert in_rooms(counted) == named and sum(map(len, named.values())) == 8
+    assert in_rooms(calls, counted) == named and sum(map(len, named.values())) == 8
 
 
 def test_an_event_is_known_and_one_feature_s() -> None:

@@ -105,7 +105,7 @@ def test_equal_to_transformers_however_the_prompts_are_computed(layout: str, cut
         ids = llm.tokenizer.encode(TEXT)
         slices = st.tuples(st.integers(0, 3), st.integers(5, 30)).map(lambda pair: ids[pair[0] : pair[1]])
 
-        @settings(max_examples=8, deadline=None)
+        @settings(max_examples=8)
         @given(st.lists(st.tuples(slices, all_params), min_size=1, max_size=6))
         def check(asks: list[tuple[list[int], PoolingParams]]) -> None:
             prompts, params = [list(prompt) for prompt, _ in asks], [each for _, each in asks]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from patience import PATIENCE
 from small_gpt2 import first_layers
 
@@ -134,7 +134,6 @@ def test_an_engine_that_ends_before_its_thread_runs(model: Path, monkeypatch: py
     assert len(waiting) == 1
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_memory_holds_what_it_held(data: st.DataObject) -> None:
     """Whatever lies in it, at any address, in any number of pieces."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from patience import PATIENCE
 from routing_simulation import simulation
 from steered_engines import Engines, config_of, token_at
@@ -140,7 +140,6 @@ def test_the_longest_unused_go_first_and_the_end_of_a_text_before_its_beginning(
     assert (num_known(index, long), num_known(index, short)) == (2, 2)
 
 
-@settings(deadline=None, max_examples=60)
 @given(seed=st.integers(0, 10**6), blocks=st.integers(50, 90), engines=st.integers(1, 3))
 def test_one_request_at_a_time_it_knows_what_every_cache_holds(seed: int, blocks: int, engines: int) -> None:
     """Answers, evictions and the order in which blocks go: all as in a real cache, whichever engine is chosen; but for one block, whose place

@@ -203,6 +203,7 @@ def tokens(folder: Path, **settings: Any) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
+@pytest.mark.slow(keep=("{}", "llama-{'tensor"))
 @pytest.mark.parametrize("settings", [{}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=str)
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_it_is_served_like_its_twin(

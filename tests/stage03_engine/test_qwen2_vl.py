@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings as hypothesis_settings, strategies as st
+from hypothesis import given, strategies as st
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from seeing_engine import LIMITS, SETTINGS, SeeingEngine, same_answers
@@ -375,7 +375,6 @@ def feature(offset: int, rows: int, columns: int) -> MultiModalFeature:
     return MultiModalFeature("", offset, rows * columns, b"", columns * UNIT, rows * UNIT)
 
 
-@hypothesis_settings(deadline=None)
 @given(st.data())
 def test_positions_are_those_of_transformers(reference: Reference, data: st.DataObject) -> None:
     """Whatever stands where, and in whatever pieces they are asked for."""
@@ -405,7 +404,6 @@ def test_positions_are_those_of_transformers(reference: Reference, data: st.Data
 SIDES = st.integers(1, 700)
 
 
-@hypothesis_settings(deadline=None, max_examples=300)
 @given(SIDES, SIDES, st.integers(1, 60), st.integers(1, 60))
 def test_sizes_are_those_of_transformers(folder_shape: Any, width: int, height: int, least: int, more: int) -> None:
     from dataclasses import replace

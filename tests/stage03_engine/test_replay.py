@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings, strategies as st
+from hypothesis import example, given, strategies as st
 from toy_engine import STEM, AsyncToyEngine, PipelineToyEngine, ToyEngine, random_life, record
 
 from stage01_cli.main import main
@@ -74,7 +74,6 @@ CUT_OFF = {
 """Ends while a step that swaps is in flight: what it swaps is recorded when it runs."""
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), settings_of_engines, st.integers(1, 14))
 def test_every_life_of_a_scheduler_is_reproduced(seed: int, engine: dict[str, Any], num_requests: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -83,7 +82,6 @@ def test_every_life_of_a_scheduler_is_reproduced(seed: int, engine: dict[str, An
 
 
 @pytest.mark.parametrize("kind", [AsyncToyEngine, PipelineToyEngine])
-@settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10**6), engine=settings_of_engines, num_requests=st.integers(1, 14))
 @example(seed=0, engine=CUT_OFF, num_requests=5)
 def test_every_life_with_steps_that_overlap_is_reproduced(
@@ -138,6 +136,7 @@ BUSY: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow(keep=("swap-False", "recompute-True"))
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_the_real_engine_with_everything_at_once_is_reproduced(mode: str, ahead: bool, tmp_path: Path) -> None:
@@ -303,7 +302,6 @@ def test_a_changed_recording_is_found_out_at_the_change(what: str, tmp_path: Pat
     assert difference is not None and difference.step == line["step"]
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_a_recording_that_lacks_a_line_is_refused(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -315,7 +313,6 @@ def test_a_recording_that_lacks_a_line_is_refused(data: st.DataObject) -> None:
             replay(folder)
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_a_recording_that_was_cut_off_is_reproduced_up_to_there(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from toy_runner import MAX_LEN, ToyRunner, make_request, make_scheduler, right_answer
 
 from stage03_engine.config import VllmConfig
@@ -37,7 +37,6 @@ requests = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     requests,
     st.integers(1, 8).flatmap(lambda n: st.tuples(st.just(n), st.integers(n, 64))),

@@ -191,8 +191,8 @@ class PipelineSchedulerMachine(AsyncSchedulerMachine):
 
 
 TestPipelineScheduler = PipelineSchedulerMachine.TestCase
-TestPipelineScheduler.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+TestPipelineScheduler.settings = settings(stateful_step_count=50)
 TestAsyncScheduler = AsyncSchedulerMachine.TestCase
-TestAsyncScheduler.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+TestAsyncScheduler.settings = settings(stateful_step_count=50)
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+TestScheduler.settings = settings(stateful_step_count=50)

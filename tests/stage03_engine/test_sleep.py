@@ -32,7 +32,7 @@ from stagetrace import read_run
 SMALL: dict[str, Any] = {
     "kv_cache_memory_bytes": 20_000_000, "max_model_len": 96, "device": "cpu", "dtype": "float32", "enable_sleep_mode": True,
 }  # fmt: skip
-GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 PROMPTS = [[7, 8, 9], list(range(5, 45)), [5, 6, 7]]
 KINDS = [
     *every_kind.KINDS,
@@ -58,6 +58,7 @@ def runner_of(llm: LLM) -> Any:
     return llm.engine_core._core.executor.worker.model_runner  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow(keep=("native0", "int8]", "2_0", "0.001"))
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(f"{value}" for value in kind.values()))
 def test_the_tokens_are_the_same_after_waking(model: str, kind: dict[str, Any]) -> None:
     with LLM(model, **SMALL | kind) as llm:
@@ -110,6 +111,7 @@ def test_the_process_becomes_smaller_and_neighbours_stay() -> None:
     assert give_pages_back(small.data_ptr(), small.nbytes) == 0 and small.all()
 
 
+@pytest.mark.slow(keep=("kind0", "kind2"))
 @pytest.mark.parametrize("kind", [{"linear_backend": "native"}, {"linear_backend": "torch"}, {"quantization": "int8"}])
 def test_all_tensors_of_a_model_are_found(model: str, kind: dict[str, Any]) -> None:
     """At least as many bytes as its matrices have, whatever holds them."""
@@ -233,6 +235,7 @@ async def answer(engine: AsyncLLM, name: str) -> list[int]:
     return list(outputs[-1].outputs[0].token_ids)
 
 
+@pytest.mark.slow
 def test_async_with_two_engines_one_of_which_dies_asleep(model: str) -> None:
     """All fall asleep or none, also while one has a request; a successor sleeps as the others do, and all wake up."""
 
@@ -295,6 +298,7 @@ def test_a_model_that_hears_cannot_sleep(tmp_path: Path) -> None:
         AsyncEngineArgs(model=folder, device="cpu", enable_sleep_mode=True).create_engine_config()
 
 
+@pytest.mark.slow(keep="weights")
 @pytest.mark.parametrize("parts", [None, ["weights"]])
 def test_waking_that_failed_may_be_tried_again(
     model: str, parts: list[str] | None, monkeypatch: pytest.MonkeyPatch

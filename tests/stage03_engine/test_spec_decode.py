@@ -56,6 +56,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.slow(keep=("roomy", "preemption, small"))
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_same_tokens_with_and_without(name: str, plain: tuple) -> None:
     """Greedy, and seeded sampling too: a draw depends on the seed, the position and the logits only."""

@@ -7,7 +7,7 @@ import copy
 import zlib
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from toy_runner import make_scheduler
 
 from stage03_engine.core.features.debug.scheduler_checks import check_invariants
@@ -137,7 +137,6 @@ workloads = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     workloads,
     st.integers(1, 6).flatmap(lambda n: st.tuples(st.just(n), st.integers(n, 64))),

@@ -24,7 +24,7 @@ import psutil
 import pytest
 import zmq
 from flood import flooded
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from patience import PATIENCE, wait_until
 from server_under_test import ServerProcess
 
@@ -66,7 +66,6 @@ SIZES = st.sampled_from([0, 1, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE, 3 * PIECE
 
 
 @given(st.lists(SIZES, min_size=1, max_size=4))
-@settings(max_examples=25)
 def test_a_message_of_any_length_arrives_as_it_was(pair: tuple[zmq.Socket, zmq.Socket], sizes: list[int]) -> None:
     listener, connection = pair
     message = [os.urandom(size) for size in sizes]

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from test_grammar_checks import error_of, follows
 
 from stage03_engine.errors import InvalidRequestError
@@ -15,7 +15,6 @@ from stage03_engine.llm import LLM
 from stage03_engine.params.structured_outputs import StructuredOutputsParams
 from stage03_engine.sampling_params import SamplingParams
 
-quick = settings(max_examples=200, deadline=None)
 NUMBER = {"type": "integer", "minimum": 0, "maximum": 99}
 LEGACY = {
     "type": "structural_tag",
@@ -67,7 +66,6 @@ def is_tagged(text: str) -> bool:
     return True
 
 
-@quick
 @given(st.lists(st.sampled_from(PIECES), max_size=8).map("".join))
 def test_text_with_tags_in_the_older_form(text: str) -> None:
     assert follows(text, structural_tag=LEGACY, disable_any_whitespace=True) == is_tagged(text)

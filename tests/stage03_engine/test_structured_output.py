@@ -100,7 +100,7 @@ schemas = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=settings().max_examples // 6)
 @given(st.lists(schemas, min_size=3, max_size=3), st.integers(0, 1000))
 def test_json_follows_its_schema(llm: LLM, drawn: list[Any], seed: int) -> None:
     node = {

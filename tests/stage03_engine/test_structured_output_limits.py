@@ -205,7 +205,7 @@ ENDLESS = {
 
 def test_what_would_compile_for_minutes_is_stopped(manager: StructuredOutputManager) -> None:
     """Not even a thread of the engine is lost to it: the next grammar compiles at once."""
-    manager._compilers.limits = replace(manager._limits, grammar_compile_seconds=1.0)
+    manager._compilers.limits = replace(manager._limits, grammar_compile_seconds=0.3)
     for name, wanted in ENDLESS.items():
         assert "too complex" in refused(manager, name, wanted) or "too big" in refused(manager, name, wanted), name
         begin(manager, f"after {name}", Wanted(regex="[ab]+"))

@@ -202,6 +202,7 @@ def tokens_of(folder: Path, **limits: Any) -> list[tuple[list[int], str | None]]
     return [(m.token_ids, m.finish_reason) for m in made]
 
 
+@pytest.mark.slow(keep="True")
 @pytest.mark.parametrize("ahead", [False, True])
 def test_who_sits_out_writes_the_same_and_is_replayed(ahead: bool, tmp_path: Path) -> None:
     settings = {"async_scheduling": ahead}
@@ -237,6 +238,7 @@ def longest_standstill(work: Callable[[], object]) -> tuple[float, float]:
     return time.perf_counter() - start, longest
 
 
+@pytest.mark.slow(keep="two of itself")
 @pytest.mark.parametrize("name", AMBIGUOUS)
 def test_the_interpreter_goes_on_while_a_grammar_moves_on(name: str) -> None:
     """Also while another request with the same grammar does: they share a lexer and its lock."""
@@ -349,7 +351,7 @@ def test_steps_wait_for_a_key_no_longer_than_they_take_without_it() -> None:
 @pytest.fixture
 def manager() -> Iterator[StructuredOutputManager]:
     config = EngineArgs.from_kwargs(
-        model="gpt2-tiny", grammar_compile_seconds=2.0, max_waiting_grammars=4, grammar_cache_size=2, **SMALL
+        model="gpt2-tiny", grammar_compile_seconds=1.0, max_waiting_grammars=4, grammar_cache_size=2, **SMALL
     )
     manager = StructuredOutputManager(config)
     yield manager

@@ -52,6 +52,7 @@ def alone() -> dict[str, Story]:
         return {kind: story(llm.generate(PROMPTS[kind], params)[0]) for kind, params in KINDS.items()}
 
 
+@pytest.mark.slow(keep="in-process")
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 @pytest.mark.parametrize("multiprocess", [False, True], ids=["in-process", "multiprocess"])
 def test_company_changes_nothing(mode: str, multiprocess: bool, alone: dict[str, Story]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from small_tokenizers import byte_level, metaspace, model_folder, sentencepiece
 from tokenizers import AddedToken, Tokenizer as Backend, decoders, normalizers
 
@@ -52,7 +52,6 @@ def stream(kind: str, ids: list[int], prompt: list[int] | None = None, **params:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=100, deadline=None)
 @given(text=texts, skip=st.booleans())
 def test_encoded_text_streams_as_the_library_decodes_it(kind: str, text: str, skip: bool) -> None:
     ids = KINDS[kind].encode(text)
@@ -74,7 +73,6 @@ def library_row(raw: bytes) -> str:
 
 
 @pytest.mark.parametrize("kind", SP)
-@settings(max_examples=300, deadline=None)
 @given(data=st.data(), skip=st.booleans())
 def test_any_tokens_stream_as_the_library_decodes_them(kind: str, data: st.DataObject, skip: bool) -> None:
     """Random tokens hold rows of bytes that are no text. In one case the library differs, on purpose: a row that begins
@@ -99,7 +97,6 @@ def test_any_tokens_stream_as_the_library_decodes_them(kind: str, data: st.DataO
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=60, deadline=None)
 @given(
     first=st.sampled_from(["to be", "", "<s>", "x", "é"]), second=st.sampled_from(["to be", "  so", "é!", "<tool> x"])
 )
@@ -132,7 +129,6 @@ def test_a_line_break_is_shown_at_once_though_it_is_a_byte_token() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=100, deadline=None)
 @given(text=texts)
 def test_bytes_of_tokens_and_the_longest(kind: str, text: str) -> None:
     tokenizer = KINDS[kind]

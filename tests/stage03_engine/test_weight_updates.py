@@ -30,7 +30,7 @@ SMALL: dict[str, Any] = {
     "kv_cache_memory_bytes": 20_000_000, "max_model_len": 96, "device": "cpu", "dtype": "float32",
     "enable_weight_updates": True,
 }  # fmt: skip
-GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 PROMPTS = [[7, 8, 9], list(range(5, 45)), [5, 6, 7]]
 KINDS = [
     *every_kind.KINDS,
@@ -67,10 +67,17 @@ def tokens(llm: LLM) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, GREEDY)]
 
 
+@pytest.fixture(scope="module")
+def expected(other: str) -> list[list[int]]:
+    with LLM(other, **SMALL) as llm:
+        return tokens(llm)
+
+
 def name_of(kind: dict[str, Any]) -> str:
     return "-".join(f"{key}={value}" for key, value in kind.items())
 
 
+@pytest.mark.slow(keep=("linear_backend=native", "quantization=int8", "tensor_parallel"))
 @pytest.mark.parametrize("kind", KINDS, ids=name_of)
 def test_the_tokens_are_those_of_a_fresh_engine(model: str, other: str, kind: dict[str, Any]) -> None:
     with LLM(other, **SMALL | kind | ({"load_format": "auto"} if "load_format" in kind else {})) as llm:
@@ -125,7 +132,10 @@ WRONG = (
 )
 
 
-@pytest.mark.parametrize("kind", [{}, {"tensor_parallel_size": 2}, {"quantization": "int8"}], ids=name_of)
+@pytest.mark.slow(keep="plain")
+@pytest.mark.parametrize(
+    "kind", [{}, {"tensor_parallel_size": 2}, {"quantization": "int8"}], ids=lambda kind: name_of(kind) or "plain"
+)
 def test_what_does_not_fit_leaves_the_old_weights(model: str, kind: dict[str, Any]) -> None:
     with LLM(model, **SMALL | kind) as llm:
         before = tokens(llm)
@@ -177,16 +187,15 @@ SIGNALS: dict[int, tuple[Any, type[BaseException]]] = {
 }
 
 
+@pytest.mark.slow(keep=("here-prepare_weights-SIGINT", "here-update_weights-SIGTERM"))
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: signal.Signals(number).name)
 @pytest.mark.parametrize("method", ["prepare_weights", "update_weights"])
 @pytest.mark.parametrize("multiprocess", [False, True], ids=["here", "in a process"])
 def test_a_signal_waits_until_the_engine_has_the_new_ones(
-    model: str, other: str, number: int, method: str, multiprocess: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    model: str, other: str, expected: list[list[int]], number: int, method: str, multiprocess: bool, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """It interrupts whoever called, and leaves no engine that refuses requests for ever."""
     handler, raised = SIGNALS[number]
-    with LLM(other, **SMALL) as llm:
-        expected = tokens(llm)
     before = signal.signal(number, handler)
     try:
         with LLM(model, multiprocess=multiprocess, **SMALL) as llm:
@@ -207,6 +216,7 @@ def test_a_signal_waits_until_the_engine_has_the_new_ones(
         signal.signal(number, before)
 
 
+@pytest.mark.slow(keep="KeyboardInterrupt")
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
 def test_whatever_interrupts_the_checks_leaves_the_old_weights(
     model: str, other: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
@@ -234,6 +244,7 @@ def test_whatever_interrupts_the_checks_leaves_the_old_weights(
         assert llm.update_weights(pairs(other).items()) == 1 and tokens(llm) != before
 
 
+@pytest.mark.slow(keep="here")
 @pytest.mark.parametrize("multiprocess", [False, True], ids=["here", "in a process"])
 def test_an_error_of_the_checks_opens_the_door_again(
     model: str, other: str, multiprocess: bool, monkeypatch: pytest.MonkeyPatch
@@ -290,10 +301,8 @@ def test_cached_prefixes_are_forgotten_and_the_trace_has_versions(model: str, ot
     assert [event.args["version"] for event in run.named("weights.used")] == [1] + 3 * [2]
 
 
-def test_beside_sleep(model: str, other: str) -> None:
+def test_beside_sleep(model: str, other: str, expected: list[list[int]]) -> None:
     """A learner's round; and what is loaded again after level 2 is the newest."""
-    with LLM(other, **SMALL) as llm:
-        expected = tokens(llm)
     with LLM(model, **SMALL, enable_sleep_mode=True) as llm:
         for level in (1, 2):
             llm.sleep(level)
@@ -306,10 +315,9 @@ def test_beside_sleep(model: str, other: str) -> None:
             assert tokens(llm) == expected
 
 
-def test_several_engines_take_them_all_or_none(model: str, other: str) -> None:
+@pytest.mark.slow
+def test_several_engines_take_them_all_or_none(model: str, other: str, expected: list[list[int]]) -> None:
     """Also one that dies afterwards: its successor has the newest."""
-    with LLM(other, **SMALL) as llm:
-        expected = tokens(llm)[1]
 
     async def answer(engine: AsyncLLM, name: str) -> list[int]:
         outputs = [output async for output in engine.generate(PROMPTS[1], GREEDY, name)]
@@ -341,7 +349,7 @@ def test_several_engines_take_them_all_or_none(model: str, other: str) -> None:
             os.kill(client._engines[0].client._process.pid, signal.SIGKILL)
             while client.num_restarts == 0 or client.num_ready < 2:
                 await asyncio.sleep(0.01)
-            assert await asyncio.gather(*(answer(engine, f"new {i}") for i in range(4))) == 4 * [expected]
+            assert await asyncio.gather(*(answer(engine, f"new {i}") for i in range(4))) == 4 * [expected[1]]
         finally:
             engine.shutdown()
 
@@ -350,11 +358,9 @@ def test_several_engines_take_them_all_or_none(model: str, other: str) -> None:
 
 @pytest.mark.parametrize("method", ["prepare_weights", "update_weights"])
 def test_who_is_cancelled_leaves_an_engine_with_new_weights(
-    model: str, other: str, method: str, monkeypatch: pytest.MonkeyPatch
+    model: str, other: str, expected: list[list[int]], method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not one that refuses requests for ever, or loads from a folder that is gone."""
-    with LLM(other, **SMALL) as llm:
-        expected = tokens(llm)[1]
 
     async def run() -> None:
         engine = AsyncLLM.from_vllm_config(AsyncEngineArgs(model=model, **SMALL).create_engine_config()[0])
@@ -376,7 +382,7 @@ def test_who_is_cancelled_leaves_an_engine_with_new_weights(
                 await update
             await goes_on.wait()
             outputs = [output async for output in engine.generate(PROMPTS[1], GREEDY, "after")]
-            assert list(outputs[-1].outputs[0].token_ids) == expected
+            assert list(outputs[-1].outputs[0].token_ids) == expected[1]
         finally:
             engine.shutdown()
 
@@ -384,11 +390,9 @@ def test_who_is_cancelled_leaves_an_engine_with_new_weights(
 
 
 def test_one_that_is_started_again_meanwhile_has_the_new_ones(
-    model: str, other: str, monkeypatch: pytest.MonkeyPatch
+    model: str, other: str, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others are about to get them: nobody is left behind."""
-    with LLM(other, **SMALL) as llm:
-        expected = tokens(llm)[1]
 
     async def run() -> None:
         args = AsyncEngineArgs(model=model, data_parallel_size=2, **SMALL)
@@ -408,7 +412,7 @@ def test_one_that_is_started_again_meanwhile_has_the_new_ones(
             assert await engine.update_weights(pairs(other).items()) == 1
             for number in range(4):
                 outputs = [output async for output in engine.generate(PROMPTS[1], GREEDY, str(number))]
-                assert list(outputs[-1].outputs[0].token_ids) == expected
+                assert list(outputs[-1].outputs[0].token_ids) == expected[1]
         finally:
             engine.shutdown()
 

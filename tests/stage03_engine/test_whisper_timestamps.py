@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from small_whisper import whisper_folder
 from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
 from transformers.models.whisper.generation_whisper import _dynamic_time_warping, _median_filter
@@ -28,7 +28,6 @@ from stage03_engine.sampling_params import SamplingParams
 EOS, FIRST_TIME, VOCAB = 10, 14, 30
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     st.lists(st.one_of(st.integers(0, EOS - 1), st.integers(FIRST_TIME, VOCAB - 1)), max_size=6),
     st.integers(0, 2**32 - 1),
@@ -47,7 +46,6 @@ def test_rules_are_those_of_transformers(output: list[int], seed: int, max_first
     assert torch.equal(logits, before)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(1, 12), st.integers(1, 40), st.integers(0, 2**32 - 1), st.booleans())
 def test_the_cheapest_way_is_that_of_transformers(rows: int, columns: int, seed: int, ties: bool) -> None:
     rng = np.random.default_rng(seed)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, settings, strategies as st
 from small_whisper import whisper_folder
 
 from stage03_engine.arg_utils import EngineArgs
@@ -80,7 +80,7 @@ def test_with_fcfs_they_come_in_the_order_of_their_arrival(make: Make, folder: P
     assert first == sorted(first) and len(first) == 40
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20)
 @given(
     policy=st.sampled_from(["fair", "fcfs", "priority"]),
     asked=st.lists(st.tuples(st.sampled_from([None, 0, 1, 2]), st.integers(1, 4), st.booleans()), max_size=25),

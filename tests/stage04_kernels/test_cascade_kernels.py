@@ -78,7 +78,6 @@ def shared_cases(draw: st.DrawFn) -> AttentionCase:
     )
 
 
-@settings(max_examples=25, deadline=None)
 @given(case=shared_cases())
 def test_the_twin_computes_what_one_pass_computes(case: AttentionCase) -> None:
     if (plan := plan_of(case)) is None:
@@ -88,7 +87,7 @@ def test_the_twin_computes_what_one_pass_computes(case: AttentionCase) -> None:
     assert float((merged.float() - one_pass.float()).abs().max()) <= allowed(case, plan)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=settings().max_examples // 4)
 @given(case=shared_cases(), tiles=st.sampled_from(tile_choices()))
 def test_the_kernels_compute_what_the_twin_computes(case: AttentionCase, tiles: object) -> None:
     if (plan := plan_of(case)) is None:
@@ -99,7 +98,6 @@ def test_the_kernels_compute_what_the_twin_computes(case: AttentionCase, tiles: 
     assert float((fast.float() - slow.float()).abs().max()) <= allowed(case, plan)
 
 
-@settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_what_is_found_is_shared_and_comes_before_every_query_token(data: st.DataObject) -> None:
     """Block tables as a prefix cache makes them: those of a few ancestors, which part somewhere."""

@@ -88,6 +88,7 @@ def assert_rate(stands: Tensor, rate: float) -> None:
     assert float(stands.double().mean()) == pytest.approx(rate, abs=5 * math.sqrt(0.25 / len(stands)))
 
 
+@pytest.mark.slow(keep=("min-p", "penalties"))
 @pytest.mark.parametrize("name", CASES)
 def test_coupled_drafts_leave_each_token_and_stand_often(name: str) -> None:
     """The target's tokens do not look at the draft at all. Both draw the same one with probability sum 1 / sum max(p_j / p_i, q_j / q_i)."""
@@ -103,6 +104,7 @@ def test_coupled_drafts_leave_each_token_and_stand_often(name: str) -> None:
     assert_rate(tokens == drafts, rate)
 
 
+@pytest.mark.slow(keep=("min-p", "penalties"))
 @pytest.mark.parametrize("name", CASES)
 def test_the_textbook_keeps_the_distribution(name: str) -> None:
     """Whatever the draft was drawn from, what comes out is the target's; drafts stand with probability sum min(p, q)."""
@@ -124,6 +126,7 @@ def test_the_textbook_keeps_the_distribution(name: str) -> None:
     ]
 
 
+@pytest.mark.slow(keep=("min-p", "penalties"))
 @pytest.mark.parametrize("name", CASES)
 def test_a_draft_that_knows_none_of_the_allowed_tokens_changes_nothing(name: str) -> None:
     """As heads may, which know a part of the vocabulary."""

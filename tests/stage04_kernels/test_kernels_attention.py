@@ -65,20 +65,18 @@ def backend_equals_the_oracle(backend: str, case: AttentionCase) -> None:
 
 
 @pytest.mark.parametrize("backend", [name for name in FAST_BACKENDS if name != "triton-interpret"])
-@settings(max_examples=120, deadline=None)
 @given(case=attention_cases())
 def test_backend_equals_the_oracle(backend: str, case: AttentionCase) -> None:
     backend_equals_the_oracle(backend, case)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=settings().max_examples // 2)
 @given(case=attention_cases())
 def test_the_triton_kernels_equal_the_oracle(case: AttentionCase) -> None:
     """Fewer examples: the interpreter takes its time. The rest of the grid is in `python -m stage04_kernels check`."""
     backend_equals_the_oracle("triton-interpret", case)
 
 
-@settings(max_examples=30, deadline=None)
 @given(query_len=st.integers(1, 20), seed=st.integers(0, 1000), kv_heads=st.sampled_from([1, 2, 4]))
 def test_oracle_equals_dense_causal_attention(query_len: int, seed: int, kv_heads: int) -> None:
     """A whole prompt needs no cache: torch's own causal attention over its keys and values must agree."""
@@ -89,6 +87,7 @@ def test_oracle_equals_dense_causal_attention(query_len: int, seed: int, kv_head
     assert_close(run(case, "reference"), dense)
 
 
+@pytest.mark.slow(keep=("5-", "1-torch", "1-native"))
 @pytest.mark.parametrize("backend", RUNNABLE)
 @pytest.mark.parametrize("chunk", [1, 5, 16])
 def test_a_prompt_in_chunks_equals_the_prompt_at_once(backend: str, chunk: int) -> None:
@@ -190,7 +189,6 @@ def constant(query: torch.Tensor, *arguments: Any) -> torch.Tensor:
     return torch.full_like(query, arguments[4])
 
 
-@settings(max_examples=60, deadline=None)
 @given(data=st.data(), num_tokens=st.integers(0, 30), block_size=st.sampled_from([1, 4, 16]))
 def test_write_kv_equals_its_twin_and_touches_nothing_else(
     data: st.DataObject, num_tokens: int, block_size: int

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +22,20 @@ from stage04_kernels.paged_attention import paged_attention_torch
 from stagetrace import read_run, trace
 
 
-def stage04(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Without a limit of its own: a whole check computes for a minute on an idle core, and pytest ends what hangs."""
-    return subprocess.run([sys.executable, "-m", "stage04_kernels", *arguments], capture_output=True, text=True)
+@pytest.fixture(autouse=True)
+def threads_are_as_before() -> Iterator[None]:
+    """The command sets their number for its whole process."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
-def test_check_passes_and_traces_each_row(tmp_path: Path) -> None:
-    done = stage04("check", "--seed", "7", "--trace", str(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    header, *rows, summary = done.stdout.splitlines()
+@pytest.mark.slow(keep="layers")
+@pytest.mark.parametrize("part", [None, "layers"])
+def test_check_passes_and_traces_each_row(part: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = command.main(["check", "--seed", "7", "--trace", str(tmp_path), *(["--only", part] if part else [])])
+    header, *rows, summary = capsys.readouterr().out.splitlines()
+    assert code == 0, rows
     assert all(title in header for title in ("what", "checked against", "cases", "dtype", "max abs error", "tolerance"))
     assert all(row.endswith(" ok") for row in rows)
     assert summary == f"{len(rows)} rows, 0 wrong"
@@ -40,21 +47,24 @@ def test_check_passes_and_traces_each_row(tmp_path: Path) -> None:
     assert run.named("run.start")[0].args["seed"] == 7
 
 
-def test_a_machine_with_torch_triton_and_numpy_alone_runs_the_commands() -> None:
+@pytest.mark.slow(keep=("layers", "trace"))
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ("check --only layers", 0, ""),
+        ("bench", 2, "no C++ compiler was found"),
+        ("roofline", 0, ""),
+        ("check --trace x", 2, "needs the whole project"),
+    ],
+)
+def test_a_machine_with_torch_triton_and_numpy_alone_runs_the_commands(words: str, code: int, said: str) -> None:
     """(`compile` runs there in test_triton_compile.py.)"""
     bare = [sys.executable, str(Path(__file__).parent / "bare_machine.py")]
-    results = {}
-    without = {name: value for name, value in os.environ.items() if name != "CXX"} | {
-        "PATH": "",
-        "VLLM_CACHE_ROOT": "/nowhere",
-    }
-    for words in ("check --only layers", "bench", "roofline", "check --trace x"):
-        done = subprocess.run([*bare, *words.split()], capture_output=True, text=True, timeout=PATIENCE, env=without)
-        assert "Traceback" not in done.stderr, done.stderr
-        results[words] = (done.returncode, done.stderr.strip())
-    assert results["check --only layers"] == results["roofline"] == (0, "")
-    assert results["bench"][0] == 2 and "no C++ compiler was found" in results["bench"][1]
-    assert results["check --trace x"][0] == 2 and "needs the whole project" in results["check --trace x"][1]
+    without = {name: value for name, value in os.environ.items() if name != "CXX"}
+    without |= {"PATH": "", "VLLM_CACHE_ROOT": "/nowhere"}
+    done = subprocess.run([*bare, *words.split()], capture_output=True, text=True, timeout=PATIENCE, env=without)
+    assert done.returncode == code and "Traceback" not in done.stderr and said in done.stderr, done.stderr
+    assert bool(done.stderr.strip()) == bool(said)
 
 
 @pytest.mark.parametrize(
@@ -89,15 +99,12 @@ def wrong_attention(*arguments: Any) -> torch.Tensor:
 def test_a_wrong_backend_makes_the_check_fail(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A backend whose output is one per cent too large. (The other right ones are in the whole table, above.)"""
+    """A backend whose output is one per cent too large. (The other right ones, and the whole grid, are in the whole table, above.)"""
+    monkeypatch.setattr(check, "ATTENTION_GRID", dict(islice(check.ATTENTION_GRID.items(), 2)))
     for name in ("native", "batch_invariant"):
         monkeypatch.delitem(BACKENDS, name)
     monkeypatch.setitem(BACKENDS, "wrong", f"{__name__}:wrong_attention")
-    threads = torch.get_num_threads()
-    try:
-        assert command.main(["check", "--only", "attention"]) == 1
-    finally:
-        torch.set_num_threads(threads)
+    assert command.main(["check", "--only", "attention"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert all(line.endswith(" ok") for line in lines if line.startswith("attention[torch]"))
     assert any(line.startswith("attention[wrong]") and line.endswith("WRONG") for line in lines)
@@ -130,6 +137,7 @@ def test_an_exact_row_allows_nothing() -> None:
     assert not row.ok and row.max_error == 1.0 and row.cases == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("query_len", "computed"), [(5, 0), (3, 9), (1, 20)])
 def test_what_bench_compares_with_computes_the_same(query_len: int, computed: int) -> None:
     """Causal: a rival that looks at later keys does other work. (Not compiled: that needs a GPU.)"""

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
@@ -29,7 +29,6 @@ def assert_close(fast: torch.Tensor, slow: torch.Tensor) -> None:
     torch.testing.assert_close(fast, slow, atol=tolerance.atol, rtol=tolerance.rtol)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     dtype=st.sampled_from(DTYPES), shape=st.tuples(st.integers(0, 5), st.integers(1, 3), st.integers(1, 40)),
     scale=st.sampled_from([1e-4, 1.0, 300.0]), eps=st.sampled_from([1e-6, 1e-5]), seed=st.integers(0, 2**32),
@@ -44,7 +43,6 @@ def test_rms_norm_equals_its_twin(
     assert_close(rms_norm(x, None, weight, eps)[0], layers_reference.rms_norm(x, weight, eps))
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     dtype=st.sampled_from(DTYPES), positions=st.lists(st.integers(0, 2**20), max_size=5), heads=st.integers(1, 3),
     half=st.integers(1, 20), theta=st.sampled_from([100.0, 1e4, 5e5]), seed=st.integers(0, 2**32),
@@ -58,7 +56,6 @@ def test_rope_equals_its_twin(
 
 
 @given(position=st.integers(0, 500), distance=st.integers(0, 500), shift=st.integers(0, 500))
-@settings(max_examples=50, deadline=None)
 def test_a_product_of_turned_vectors_depends_on_the_distance_only(position: int, distance: int, shift: int) -> None:
     query, key = torch.randn(2, 1, 1, 16, generator=torch.Generator().manual_seed(distance))
     frequencies = rope_frequencies(16, 1e4)
@@ -113,7 +110,6 @@ def test_rms_norm_is_that_of_transformers(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name not in ABSENT])
-@settings(max_examples=30, deadline=None)
 @given(length=st.integers(1, 30), computed=st.integers(0, 29), window=st.integers(1, 40))
 def test_sliding_window_equals_dense_attention_under_a_band(
     backend: str, length: int, computed: int, window: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from kernel_guard import guard
 from torch import Tensor
 
@@ -63,7 +63,6 @@ def compare(way: AddLowRank, place_of: list[int], tensors: tuple[torch.Tensor, .
 
 
 @pytest.mark.parametrize("way", WAYS)
-@settings(max_examples=60, deadline=None)
 @given(
     place_of=st.lists(st.integers(-1, 4), max_size=40), rank=st.sampled_from([1, 4, 8, 16, 20, 64]),
     sizes=st.tuples(st.integers(1, 70), st.integers(1, 70)), dtype=st.sampled_from(list(TOLERANCES)), seed=st.integers(0, 2**32),
@@ -102,7 +101,6 @@ def test_pairs_of_another_number_format() -> None:
 
 
 @needs_native
-@settings(max_examples=60, deadline=None)
 @given(
     place_of=st.lists(st.integers(-1, 3), min_size=1, max_size=40), rank=st.integers(1, 20),
     sizes=st.tuples(st.integers(1, 200), st.integers(1, 200)), rows=st.sampled_from(NATIVE), pairs=st.sampled_from(NATIVE), seed=st.integers(0, 2**32),

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stage03_engine.core.features.logits_rules.logits_rules import RequestRules, make_rules
@@ -59,7 +59,6 @@ def kept(logits: torch.Tensor) -> list[list[int]]:
     return [row.isfinite().nonzero().flatten().tolist() for row in logits]
 
 
-@settings(max_examples=80, deadline=None)
 @given(logits=logit_rows(), data=st.data())
 def test_temperature_divides(logits: torch.Tensor, data: st.DataObject) -> None:
     values = data.draw(st.lists(st.floats(0.0078125, 2.0, width=32), min_size=len(logits), max_size=len(logits)))
@@ -68,7 +67,6 @@ def test_temperature_divides(logits: torch.Tensor, data: st.DataObject) -> None:
     torch.testing.assert_close(fast, slow, atol=FLOAT32.atol, rtol=FLOAT32.rtol)
 
 
-@settings(max_examples=150, deadline=None)
 @given(logits=logit_rows(), data=st.data())
 def test_top_k_equals_its_twin_and_keeps_exactly_k(logits: torch.Tensor, data: st.DataObject) -> None:
     vocab = logits.shape[1]
@@ -79,7 +77,6 @@ def test_top_k_equals_its_twin_and_keeps_exactly_k(logits: torch.Tensor, data: s
     assert [len(row) for row in kept(fast)] == [min(value, vocab) if value > 0 else vocab for value in values]
 
 
-@settings(max_examples=150, deadline=None)
 @given(logits=logit_rows(), data=st.data())
 def test_top_p_keeps_the_smallest_set_that_reaches_p(logits: torch.Tensor, data: st.DataObject) -> None:
     """The definition itself: a prefix of the descending order, with mass p at least, and less without its last token."""
@@ -108,7 +105,6 @@ def test_top_p_of_one_is_off_even_beside_a_row_where_it_is_on() -> None:
     assert kept(fast)[1] == [0]
 
 
-@settings(max_examples=150, deadline=None)
 @given(logits=logit_rows(), data=st.data())
 def test_min_p_equals_its_twin_away_from_the_threshold(logits: torch.Tensor, data: st.DataObject) -> None:
     values = data.draw(st.lists(st.floats(0.0, 1.0, width=32), min_size=len(logits), max_size=len(logits)))
@@ -124,7 +120,6 @@ def test_min_p_extremes() -> None:
     assert kept(apply_min_p(logits, torch.tensor([0.0, 1.0]))) == [[0, 1, 2, 3], [1, 2]]
 
 
-@settings(max_examples=60, deadline=None)
 @given(logits=logit_rows(), data=st.data())
 def test_greedy_rows_are_the_exact_argmax_whatever_the_others_do(logits: torch.Tensor, data: st.DataObject) -> None:
     n = len(logits)
@@ -136,7 +131,6 @@ def test_greedy_rows_are_the_exact_argmax_whatever_the_others_do(logits: torch.T
     assert output.logprobs is None and output.logprob_token_ids is None and output.ranks is None
 
 
-@settings(max_examples=60, deadline=None)
 @given(logits=logit_rows(), seed=st.integers(-(2**63), 2**63 - 1))
 def test_top_k_of_one_and_a_tiny_top_p_are_argmax(logits: torch.Tensor, seed: int) -> None:
     n, argmax = len(logits), logits.argmax(dim=-1)
@@ -144,7 +138,6 @@ def test_top_k_of_one_and_a_tiny_top_p_are_argmax(logits: torch.Tensor, seed: in
         assert torch.equal(sample(logits, metadata_of(n, seeds=seed, **setting)).sampled_token_ids, argmax)
 
 
-@settings(max_examples=40, deadline=None)
 @given(data=st.data(), vocab=st.sampled_from([5, 64, 2000]))
 def test_a_draw_depends_on_its_own_row_only(data: st.DataObject, vocab: int) -> None:
     """Any part of a batch, in any order, gives every row the token that it gets alone."""
@@ -229,6 +222,7 @@ def chi_square(tokens: torch.Tensor, probs: torch.Tensor) -> float:
     return float(((tokens.bincount(minlength=len(probs)) - expected) ** 2 / expected).sum())
 
 
+@pytest.mark.slow(keep="seeds")
 @pytest.mark.parametrize("over", ["seeds", "positions"])
 def test_draws_follow_the_softmax(over: str) -> None:
     n = 20_000
@@ -260,7 +254,6 @@ def test_top_k_comes_before_top_p() -> None:
         assert set(output.sampled_token_ids.tolist()) == expected
 
 
-@settings(max_examples=80, deadline=None)
 @given(logits=logit_rows(), data=st.data())
 def test_logprobs_equal_their_twin(logits: torch.Tensor, data: st.DataObject) -> None:
     vocab = logits.shape[1]

@@ -192,6 +192,7 @@ def test_the_compiled_path_is_the_compiled_backend_over_the_copy(
     torch.testing.assert_close(found, wanted, atol=allowed.atol, rtol=allowed.rtol)
 
 
+@pytest.mark.slow(keep=("native", "int8_per_token_head", "fp8_e5m2"))
 @pytest.mark.parametrize("backend", [pytest.param("native", marks=NATIVE), "triton-interpret"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_code_and_the_way_to_it_is_torchs(name: str, backend: str) -> None:
@@ -238,7 +239,7 @@ def test_a_row_does_not_depend_on_its_chunk(case: AttentionCase, kv_format: KVFo
 # Triton, interpreted
 
 
-@settings(max_examples=25)
+@settings(max_examples=settings().max_examples // 3)
 @given(cases, formats, st.sampled_from([1, 1, 4]), st.sampled_from(["wide", "narrow"]))
 def test_the_interpreted_kernels_are_the_twin(
     case: AttentionCase, kv_format: KVFormat, num_splits: int, tiles: str

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from patience import PATIENCE
 from torch import Tensor
 from torch.nn import functional as F
@@ -73,7 +73,6 @@ decodes = st.sampled_from([0, 100, 250]).flatmap(
 )
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     batch=batches | decodes, num_shared=st.sampled_from([0, 4, 9, 70, 150]),
     heads=st.sampled_from([(2, 2), (4, 2), (3, 1), (6, 1)]), head_dim=st.sampled_from([7, 16, 64, 80]),
@@ -131,7 +130,6 @@ LAYERS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
 
 
 @pytest.mark.parametrize("name", LAYERS)
-@settings(max_examples=40, deadline=None)
 @given(
     rows=st.integers(0, 6), size=st.one_of(st.integers(1, 40), st.just(768)), scale=st.sampled_from([1e-3, 1.0, 300.0]),
     dtype=st.sampled_from(list(TOLERANCES)), apart=st.booleans(), seed=st.integers(0, 2**32),
@@ -155,7 +153,6 @@ def test_norms_and_activations_are_those_of_torch(
             assert all(torch.equal(a, b[row : row + 1]) for a, b in zip(alone, results))
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     vocab=st.sampled_from([1, 5, 255, 256, 257, 1000, 5000]), spread=st.sampled_from([0.0, 1.0, 4.0, 30.0]),
     forbidden=st.booleans(), seed=st.integers(-(2**63), 2**63 - 1), position=st.integers(0, 5000),

@@ -9,11 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from patience import PATIENCE
 from torch import Tensor
 
 from stage04_kernels.backends.native import library
 
-pytestmark = pytest.mark.skipif(library.problem() is not None, reason=str(library.problem()))
+pytestmark = [
+    pytest.mark.skipif(library.problem() is not None, reason=str(library.problem())),
+    pytest.mark.slow,  # a compiler takes half a minute; test_native.py has the products of the library that is there
+]
 POINTER, LONG, INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
 
 
@@ -22,7 +26,9 @@ def compiled(folder: Path, *flags: str) -> Path:
     command, target = library.compiler(), folder / "native.so"
     assert command is not None
     subprocess.run(
-        [command, *library.FLAGS, "-fopenmp", *flags, str(library.SOURCE), "-o", str(target)], check=True, timeout=120
+        [command, *library.FLAGS, "-fopenmp", *flags, str(library.SOURCE), "-o", str(target)],
+        check=True,
+        timeout=PATIENCE,
     )
     return target
 

@@ -27,6 +27,7 @@ def test_philox_gives_the_published_words() -> None:
     assert pi == (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)
 
 
+@pytest.mark.slow
 def test_draws_follow_the_distribution() -> None:
     """600 seeds over four tokens: each frequency within four standard deviations."""
     probs, draws = torch.tensor([0.5, 0.3, 0.15, 0.05]), 600
@@ -37,7 +38,7 @@ def test_draws_follow_the_distribution() -> None:
         assert abs(frequency - prob) < 4 * math.sqrt(prob * (1 - prob) / draws)
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=settings().max_examples // 4)
 @given(st.data(), st.integers(1, 300), st.integers(1, 5))
 def test_a_draw_depends_on_its_row_alone(data: st.DataObject, vocab: int, rows: int) -> None:
     """Any rows in any order, with and without neighbours: seed, position and logits decide."""
@@ -55,6 +56,7 @@ def test_a_draw_depends_on_its_row_alone(data: st.DataObject, vocab: int, rows: 
     assert torch.equal(sample_triton(*(x[:1] for x in everything)), together[:1])
 
 
+@pytest.mark.slow(keep=("6-0.7-True", "0-0.55"))
 @pytest.mark.parametrize(
     ("top_k", "top_p", "penalised"),
     [(0, 0.55, False), (5, 0.8, False), (5, 1.0, False), (0, 1.0, True), (6, 0.7, True)],
@@ -79,7 +81,7 @@ def test_many_draws_from_a_row_full_of_ties_are_the_slow_ones(top_k: int, top_p:
     assert len(set(wanted.tolist())) > 2
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=settings().max_examples // 4)
 @given(st.integers(0, 999), st.integers(1, 200), st.integers(0, 30))
 def test_logprobs_equal_those_of_torch(seed: int, vocab: int, count: int) -> None:
     generator = torch.Generator().manual_seed(seed)

@@ -34,7 +34,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "odd blocks": {"block_size": 3, "num_gpu_blocks_override": 600},
     "preempted": {},
     "preempted, one picture at a time": {"max_num_encoder_input_tokens": 1},
-    "preempted, swapped": {"swap_space": 1, "preemption_mode": "swap"},
+    "preempted, swapped": {"swap_space": 0.01, "preemption_mode": "swap"},
     "preempted, ahead, in chunks": {
         "async_scheduling": True, "max_num_batched_tokens": 13, "max_num_seqs": 8, "max_num_encoder_input_tokens": 1,
     },
