@@ -15,7 +15,7 @@ from contextlib import suppress
 
 import psutil
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from patience import PATIENCE
 from small_llava import PATCH, SIDE, encoded, picture
 
@@ -199,7 +199,6 @@ def test_one_at_a_time(decoder: ImageDecoder) -> None:
 FILES = [encoded(picture(2, (60, 40)), form) for form in FORMATS]
 
 
-@settings(max_examples=400, deadline=None)
 @given(st.sampled_from(FILES), st.data())
 def test_any_damage_is_a_picture_or_one_line(file: bytes, data: st.DataObject) -> None:
     damaged = bytearray(file)

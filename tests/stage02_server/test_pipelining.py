@@ -17,7 +17,7 @@ from typing import Any
 import httptools
 import httpx
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from patience import PATIENCE
 from server_under_test import ServerProcess, rest
 from standstill import LONGEST, Standstill
@@ -369,7 +369,6 @@ def test_who_leaves_while_requests_wait_leaves_nothing_behind() -> None:
     run(check())
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     limit=st.integers(1, 5), cuts=st.lists(st.integers(0, 2000), max_size=8), waits=st.lists(st.booleans(), max_size=20),
     lines=st.integers(0, 40),
