@@ -46,6 +46,7 @@ def run_schemathesis(url: str, examples: int, cwd: Path, *selection: str) -> Non
     assert httpx.post(url + "/v1/completions", json={"prompt": "To be", "max_tokens": 2}).status_code == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("examples", [5, pytest.param(2000, marks=[pytest.mark.long, pytest.mark.timeout(3600)])])
 def test_requests_of_every_kind(url: str, examples: int, tmp_path: Path) -> None:
     run_schemathesis(url, examples, tmp_path, "--exclude-path", NO_END, "--exclude-path-regex", SOUND)
