@@ -32,7 +32,7 @@ def row(path: str, *more: Any, name: str = "") -> Any:
     return pytest.param(path, *more, id=path + name, marks=[pytest.mark.slow] * (path in TWINS))
 
 
-EACH = pytest.mark.parametrize("path", map(row, ENDPOINTS))
+EACH = pytest.mark.parametrize("path", [row(path) for path in ENDPOINTS])
 EACH_FORM = pytest.mark.parametrize(
     ("path", "stream"),
     [
