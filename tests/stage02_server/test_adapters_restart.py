@@ -76,6 +76,7 @@ def change(server: ServerProcess, path: str, **body: Any) -> None:
     assert answer.status_code == 200, answer.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("server", KINDS, indirect=True)
 def test_an_engine_that_starts_again_has_the_adapters_that_are_as_they_were(
     server: ServerProcess, files: Path, request: pytest.FixtureRequest

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from stage02_server.features.tools.answer_parser import AnswerDelta, AnswerParser
 from stage02_server.features.tools.reasoning_parsers import DeepSeekR1Parser
@@ -27,7 +27,6 @@ json_values = st.recursive(
     max_leaves=6,
 )
 calls = st.tuples(st.text(min_size=1, max_size=8), st.dictionaries(st.text(max_size=4), json_values, max_size=3))
-quick = settings(max_examples=100, deadline=None)
 
 
 def read(parser: Any, pieces: list[str]) -> Result:
@@ -48,7 +47,6 @@ def both() -> AnswerParser:
     return AnswerParser(DeepSeekR1Parser(""), HermesToolParser())
 
 
-@quick
 @given(text=texts, cuts=st.lists(st.integers(0, 400), max_size=12))
 @pytest.mark.parametrize("make", [both, HermesToolParser, RequiredToolParser, lambda: DeepSeekR1Parser("")])
 def test_pieces_do_not_matter(make: Any, text: str, cuts: list[int]) -> None:
@@ -57,13 +55,11 @@ def test_pieces_do_not_matter(make: Any, text: str, cuts: list[int]) -> None:
     assert read(make(), [*pieces, ""]) == read(make(), [text]) == read(make(), [*text, ""])
 
 
-@quick
 @given(text=texts.filter(lambda text: "<tool_call>" not in text))
 def test_text_without_calls_is_content(text: str) -> None:
     assert read(HermesToolParser(), [*text, ""]) == ("", text, [])
 
 
-@quick
 @given(
     before=st.text(max_size=5),
     wanted=st.lists(calls, min_size=1, max_size=3),
@@ -116,7 +112,6 @@ def test_arguments_come_while_they_are_written() -> None:
     assert parser.feed(", or not", False).calls[0].arguments == ", or not"
 
 
-@quick
 @given(
     text=texts.filter(lambda text: "<think>" not in text),
     begins=st.booleans(),
@@ -139,7 +134,6 @@ def test_what_the_request_does_not_want_is_left_out() -> None:
     assert (quiet.num_characters, quiet.num_calls) == (1, 1)
 
 
-@quick
 @given(text=st.text(min_size=1))
 def test_a_tool_chosen_by_name_has_the_whole_text(text: str) -> None:
     assert read(NamedToolParser("f"), [*text, ""]) == ("", "", [("f", text)])

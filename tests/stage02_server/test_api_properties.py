@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from server_under_test import MAX_MODEL_LEN, InProcessServer, events
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-quick = settings(max_examples=60, deadline=None)
 
 scalars = (
     st.none()
@@ -40,7 +39,6 @@ def text_body(body: Any) -> bytes:
     return json.dumps(body).encode()  # Python writes NaN and lone surrogates, which a client in C might do as well
 
 
-@quick
 @given(
     path=st.sampled_from([COMPLETIONS, CHAT, "/tokenize", "/detokenize"]),
     body=nearly_valid.map(text_body) | anything.map(text_body) | st.binary(max_size=30),
@@ -66,7 +64,6 @@ wishes = st.fixed_dictionaries(
 )
 
 
-@quick
 @given(prompts=st.lists(prompts, min_size=1, max_size=3), wishes=wishes, logprobs=st.none() | st.integers(0, 3))
 def test_a_completion_stream_adds_up_to_the_whole_answer(
     server: InProcessServer, prompts: list[str], wishes: dict[str, Any], logprobs: int | None
@@ -91,7 +88,6 @@ def test_a_completion_stream_adds_up_to_the_whole_answer(
     assert all(chunk["usage"] is None and chunk["id"] == chunks[0]["id"] for chunk in chunks)
 
 
-@quick
 @given(prompt=prompts, wishes=wishes, top=st.none() | st.integers(0, 3))
 def test_a_chat_stream_adds_up_to_the_whole_answer(
     server: InProcessServer, prompt: str, wishes: dict[str, Any], top: int | None
@@ -118,7 +114,6 @@ def test_a_chat_stream_adds_up_to_the_whole_answer(
             assert written.decode(errors="ignore") == "".join(told)
 
 
-@quick
 @given(prompt=prompts, max_tokens=st.integers(1, 40))
 def test_text_offsets_count_whole_characters(server: InProcessServer, prompt: str, max_tokens: int) -> None:
     answer = server.post(COMPLETIONS, {"prompt": prompt, "max_tokens": max_tokens, "logprobs": 0}).json()
@@ -128,7 +123,6 @@ def test_text_offsets_count_whole_characters(server: InProcessServer, prompt: st
     assert answer["choices"][0]["logprobs"]["text_offset"] == expected
 
 
-@quick
 @given(prompt=prompts, n=st.integers(1, 3), max_tokens=st.integers(1, 9))
 def test_continuous_usage_counts_each_answer(server: InProcessServer, prompt: str, n: int, max_tokens: int) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}

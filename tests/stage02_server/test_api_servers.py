@@ -253,6 +253,7 @@ def test_signals_drain_both_and_the_trace_has_a_lane_for_each(pair: ServerProces
     assert all(event.cause in answered for event in run.named("zmq.outputs_received") if event.args["num_outputs"])
 
 
+@pytest.mark.slow
 def test_the_end_of_a_unix_socket(start_server: Start, tmp_path: Path) -> None:
     path = tmp_path / "socket"
     server = start_server(*ECHO, "--uds", str(path), "--shutdown-timeout", "1000")
@@ -274,6 +275,7 @@ def test_the_end_of_a_unix_socket(start_server: Start, tmp_path: Path) -> None:
     assert not path.exists()
 
 
+@pytest.mark.slow
 def test_an_api_server_that_is_not_started_again_takes_the_others_along_when_they_are_done(start_server: Start) -> None:
     server = start_server(*ECHO, "--data-parallel-restart", "0")
     wait_until_both_serve(server)
@@ -357,6 +359,7 @@ def ask(server: ServerProcess, **body: Any) -> str:
     return "".join(chunk["choices"][0]["text"] for chunk in chunks)
 
 
+@pytest.mark.slow
 def test_two_servers_before_two_engines(start_server: Start, tmp_path: Path) -> None:
     """Both servers use both engines, and the coordinator tells them how much these have to do. An engine that dies is started again, as often
     as that may be, and so is the coordinator."""
@@ -432,6 +435,7 @@ def test_two_servers_before_two_engines(start_server: Start, tmp_path: Path) -> 
     assert len(run.named("dp.engine_joined")) == 2 * 3
 
 
+@pytest.mark.slow
 def test_an_engine_that_cannot_start_is_one_line(start_server: Start) -> None:
     server = start_server("gpt2-tiny", *FLAGS, "--kv-cache-memory-bytes", "1")
     assert server.wait() == 1
@@ -447,8 +451,9 @@ def test_servers_that_cannot_start_are_one_line(start_server: Start) -> None:
     assert not any("Traceback" in line for line in server.lines)
 
 
+@pytest.mark.slow
 def test_a_signal_during_start_up_ends_all(start_server: Start) -> None:
-    server = start_server("gpt2-tiny", *FLAGS)
+    server = start_server("gpt2-tiny", *FLAGS, "--kv-cache-memory-bytes", "50000000")
     server.wait_for("HTTP is up")
     processes = processes_of(server)
     server.process.terminate()

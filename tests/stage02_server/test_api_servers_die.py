@@ -102,6 +102,7 @@ def gone(processes: list[psutil.Process]) -> bool:
     return not psutil.wait_procs(processes, timeout=PATIENCE)[1]
 
 
+@pytest.mark.slow
 def test_kill_9_under_streams(start_server: Start, tmp_path: Path) -> None:
     """Who is connected to the other one gets every token; the engines abort what the dead one had; and the next one counts on."""
     flags = ("--data-parallel-size", "2", "--kv-cache-memory-bytes", "50000000", "--trace", str(tmp_path))
@@ -151,6 +152,7 @@ def test_kill_9_under_streams(start_server: Start, tmp_path: Path) -> None:
     assert [event.args["exit_code"] for event in run.named("api_server.ended")] == [-9, -9, 0, 0]
 
 
+@pytest.mark.slow
 def test_an_engine_dies_while_a_server_starts_again(start_server: Start) -> None:
     server = start_server("gpt2-tiny", *FLAGS, "--data-parallel-size", "2", "--kv-cache-memory-bytes", "50000000")
     wait_until_both_serve(server)
@@ -164,6 +166,7 @@ def test_an_engine_dies_while_a_server_starts_again(start_server: Start) -> None
     assert server.wait() == 0
 
 
+@pytest.mark.slow
 def test_both_die_at_once_and_connections_wait(start_server: Start) -> None:
     server = start_server(*ECHO)
     wait_until_both_serve(server)
@@ -181,10 +184,17 @@ def test_both_die_at_once_and_connections_wait(start_server: Start) -> None:
 
 
 def test_one_death_more_than_is_allowed(start_server: Start) -> None:
+    """And before it, who is connected to the other one gets every token, and the next one answers."""
     server = start_server(*ECHO, "--data-parallel-restart", "1")
     wait_until_both_serve(server)
-    kill(server, "APIServer_1")
+    with connected_to(server, 0) as client, client.stream("POST", "/v1/completions", json=LONG) as answer:
+        pieces = answer.iter_text()
+        next(pieces)
+        kill(server, "APIServer_1")
+        assert "".join(pieces).endswith("data: [DONE]\n\n")
     wait_until_it_serves_again(server, "APIServer_1")
+    with connected_to(server, 1) as client:
+        client.post("/v1/completions", json=BODY).raise_for_status()
     processes = processes_of(server)
     kill(server, "APIServer_0")
     assert server.wait() == 1
@@ -192,6 +202,7 @@ def test_one_death_more_than_is_allowed(start_server: Start) -> None:
     assert "APIServer_0 has ended unexpectedly (exit code -9" in line and gone(processes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["os.kill(os.getpid(), 9)", "raise ValueError('no licence')"])
 def test_a_server_that_dies_at_every_start_ends_all(start_server: Start, tmp_path: Path, how: str) -> None:
     patch, flag = middleware(tmp_path, how)
@@ -229,6 +240,7 @@ def test_a_stopped_server_is_killed_and_started_again(start_server: Start) -> No
     assert not any("APIServer_0 has not answered" in line for line in server.lines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "said"),
     [(HALT, "20 s (it is not ready yet)"), (AS_SOON_AS_READY, "5 s (--engine-stall-seconds)")],

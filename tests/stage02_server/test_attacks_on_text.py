@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from patience import PATIENCE
 from server_under_test import InProcessServer, ServerProcess
 from standstill import LONGEST, Standstill
@@ -60,7 +60,6 @@ def test_the_end_of_the_last_message_is_found_in_linear_time(trusting: InProcess
     assert prompt_made(trusting, messages, **GO_ON) == prompt
 
 
-@settings(max_examples=40)
 @given(st.text(" \nab", max_size=6), st.text(" \nab", max_size=6))
 def test_the_last_message_ends_the_prompt_as_in_the_slow_search(trusting: InProcessServer, one: str, two: str) -> None:
     messages = [{"role": "user", "content": one}, {"role": "user", "content": two}]

@@ -219,6 +219,7 @@ def test_the_other_numbers_of_a_segment(client: OpenAI, reference: Reference) ->
     assert only_words.segments is None and only_words.words
 
 
+@pytest.mark.slow
 def test_times_go_on_from_window_to_window_and_become_subtitles(client: OpenAI, reference: Reference) -> None:
     data = sound(32, rate=8000)
     wanted = windows(reference, decode_audio(data))

@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import unquote
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from server_under_test import InProcessServer
 
 from stage01_cli.main import main
@@ -18,7 +18,6 @@ from stage02_server.features.hardening.authentication import OPEN_PATHS
 from stage03_engine.args.fields import Setting, settings_of
 
 KEYS = ("first-key", "second-key")
-quick = settings(max_examples=60, deadline=None)
 Headers = list[tuple[bytes, bytes]]
 
 
@@ -128,7 +127,6 @@ def spelled(draw: Callable[..., Any], path: str) -> str:
     return "".join(f"%{ord(c):02x}" if draw(st.booleans()) else c for c in path)
 
 
-@quick
 @given(
     path=st.sampled_from(["/v1/models", "/v1/models/byte-model", "/tokenize", "/reset_prefix_cache"]),
     tail=st.sampled_from(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from server_under_test import InProcessServer
 
 from stage02_server.features.batch.batch_file import BatchOutput, BatchRequest, read_requests
@@ -194,7 +194,6 @@ def without_names(entry: dict[str, Any]) -> dict[str, Any]:
     return {"custom_id": entry["custom_id"], "status": entry["response"]["status_code"], "body": body}
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.lists(LINES, min_size=1, max_size=8))
 def test_each_line_has_one_answer_and_good_lines_the_one_that_they_have_alone(
     server: InProcessServer, lines: list[Any]

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from patience import PATIENCE
 from server_under_test import InProcessServer, ServerProcess
 from standstill import LONGEST, Standstill
@@ -41,7 +41,6 @@ def items(value: Any) -> int:
     return 1 + max(0, len(value) - 1) + sum(map(items, value)) if isinstance(value, list) else 0
 
 
-@settings(max_examples=300, deadline=None)
 @given(value=values, ascii=st.booleans(), cuts=st.lists(st.integers(0, 400)))
 def test_items_are_counted_wherever_the_body_is_cut(value: Any, ascii: bool, cuts: list[int]) -> None:
     body = json.dumps(value, ensure_ascii=ascii).encode()

@@ -76,8 +76,8 @@ def test_the_response_role_is_a_setting(make_server: Any) -> None:
         "{% for i in range(999999) %}{% endfor %}",
     ],
 )
-def test_what_a_template_refuses_is_a_400(make_server: Any, template: str) -> None:
-    response = make_server(chat_template="{# #}" + template).post(CHAT, {"messages": MESSAGES})
+def test_what_a_template_refuses_is_a_400(trusting: InProcessServer, template: str) -> None:
+    response = trusting.post(CHAT, {"messages": MESSAGES, "chat_template": template})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "messages"
 
@@ -234,6 +234,7 @@ GREEDY = {
 }
 
 
+@pytest.mark.slow(keep=("a loop", "a text", "many pieces", "a recursion", "a large number"))
 @pytest.mark.parametrize("name", GREEDY)
 def test_a_template_without_end_is_a_400_and_the_next_one_works(trusting: InProcessServer, name: str) -> None:
     async def all_at_once() -> list[httpx.Response]:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from server_under_test import EOS, MAX_MODEL_LEN, InProcessServer, events
 
 PATH = "/v1/completions"
-quick = settings(max_examples=60, deadline=None)
 texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=10)
 prompts = texts | st.lists(st.integers(0, EOS), min_size=1, max_size=30)
 
@@ -54,7 +53,6 @@ bodies = st.fixed_dictionaries(
 )
 
 
-@quick
 @given(body=bodies, scoring=st.booleans())
 def test_a_stream_adds_up_to_the_whole_answer(server: InProcessServer, body: dict[str, Any], scoring: bool) -> None:
     if scoring:
@@ -70,7 +68,6 @@ def test_a_stream_adds_up_to_the_whole_answer(server: InProcessServer, body: dic
     assert streamed == {choice["index"]: choice for choice in whole}
 
 
-@quick
 @given(body=bodies)
 def test_echo_is_the_prompt_before_the_same_answer(server: InProcessServer, body: dict[str, Any]) -> None:
     bare, echoed = (choices_of(server, body | {"echo": echo}) for echo in (False, True))
@@ -86,7 +83,6 @@ def test_echo_is_the_prompt_before_the_same_answer(server: InProcessServer, body
             assert values == prompt["logprobs"][key] + after
 
 
-@quick
 @given(prompt=prompts, top=st.integers(0, 3), skip=st.booleans())
 def test_every_prompt_token_is_where_its_offset_says(
     server: InProcessServer, prompt: str | list[int], top: int, skip: bool
@@ -104,7 +100,6 @@ def test_every_prompt_token_is_where_its_offset_says(
             assert choice["text"].startswith(token, offset)
 
 
-@quick
 @given(prompt=texts)
 def test_the_texts_of_a_prompts_tokens_add_up_to_it(server: InProcessServer, prompt: str) -> None:
     """But for a character that the first token begins: nothing predicts it, and it is told alone."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from openai import NotFoundError, OpenAI
 from server_under_test import MAX_MODEL_LEN, InProcessServer, ServerProcess, byte_config
 
@@ -53,7 +53,6 @@ def refused(server: InProcessServer, path: str, body: dict[str, Any], status: in
     return error["message"]
 
 
-@settings(max_examples=30, deadline=None)
 @given(texts=st.lists(TEXTS, min_size=1, max_size=5), normalize=st.booleans(), data=st.data())
 def test_every_form_of_input_gives_the_same_vectors(
     pooling: InProcessServer, texts: list[str], normalize: bool, data: st.DataObject
@@ -95,7 +94,6 @@ def templated() -> Iterator[InProcessServer]:
     server.close()
 
 
-@settings(max_examples=30, deadline=None)
 @given(messages=MESSAGES, more=st.fixed_dictionaries({}, optional={
     "add_generation_prompt": st.booleans(), "chat_template_kwargs": st.just({"who": "you"}), "add_special_tokens": st.booleans(),
 }))  # fmt: skip
@@ -150,7 +148,6 @@ def test_scores_are_cosines(pooling: InProcessServer, names: tuple[str, str], pa
         assert answer["id"].startswith("score-") and answer["data"][0]["object"] == "score"
 
 
-@settings(max_examples=30, deadline=None)
 @given(query=TEXTS, documents=st.lists(TEXTS, min_size=1, max_size=6), top_n=st.integers(0, 8))
 def test_rerank_sorts_by_the_score(pooling: InProcessServer, query: str, documents: list[str], top_n: int) -> None:
     answer = pooling.post("/v1/rerank", {"query": query, "documents": documents, "top_n": top_n}).json()

@@ -31,6 +31,11 @@ MOST_GROWTH = 40 << 20
 """Of the server's memory from one round to the end, in which sixteen clients send five times as much in each round."""
 
 
+pytestmark = (
+    pytest.mark.slow
+)  # test_prompt_embeds_api.py and test_images_api.py have one request after another, in one process
+
+
 @dataclass
 class Thing:
     """What requests bring."""

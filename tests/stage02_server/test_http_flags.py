@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from patience import PATIENCE
 from server_under_test import InProcessServer, ServerProcess
 
@@ -168,7 +168,6 @@ def test_header_within_the_limits_and_no_http_at_all(tls_server: ServerProcess, 
     assert b"HTTP/1.1 400" in on_the_wire(tls_server.url, b"\x16\x03\x01 no HTTP\r\n\r\n", certificate[0])
 
 
-@settings(max_examples=25, deadline=None)
 @given(size=st.integers(BODY_BYTES - 3, BODY_BYTES + 3) | st.integers(1, 3 * BODY_BYTES), chunked=st.booleans())
 def test_body_limit_is_exact(size: int, chunked: bool, tls: httpx.Client) -> None:
     empty = json.dumps({"prompt": "", "max_tokens": 1})

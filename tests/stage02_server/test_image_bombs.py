@@ -12,10 +12,11 @@ import time
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache
 
 import psutil
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from patience import PATIENCE
 from small_llava import PATCH, SIDE, encoded, picture
 
@@ -71,8 +72,9 @@ def png(width: int, height: int, data: bytes, more: bytes = b"") -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + more + chunk(b"IDAT", data) + chunk(b"IEND", b"")
 
 
+@cache
 def zeros(size: int) -> bytes:
-    packer = zlib.compressobj(9)
+    packer = zlib.compressobj(1)
     return b"".join(packer.compress(b"\0" * (1 << 20)) for _ in range(size >> 20)) + packer.flush()
 
 
@@ -81,10 +83,10 @@ def test_a_small_file_of_many_pixels_is_refused_by_its_head(decoder: ImageDecode
     assert "has 30000 x 30000 pixels" in refusal(decoder, png(30_000, 30_000, zeros(8 << 20)))
 
 
-@pytest.mark.parametrize("size", [(1, 1), (100, 100)], ids=str)
+@pytest.mark.parametrize("size", [(1, 1), pytest.param((100, 100), marks=pytest.mark.slow)], ids=str)
 def test_a_head_that_lies(size: tuple[int, int], decoder: ImageDecoder) -> None:
-    """It says few pixels, and has data for a gigabyte: what is too much is not unpacked."""
-    file = png(*size, zeros(1 << 30))
+    """It says few pixels, and has data for half a gigabyte: what is too much is not unpacked."""
+    file = png(*size, zeros(1 << 29))
     with suppress(InvalidRequestError):
         decoded(decoder, file)
     assert decoder._child.process is not None
@@ -124,7 +126,7 @@ def test_what_takes_too_long() -> None:
     decoder = ImageDecoder(settings_of(cpu_seconds=0.05, max_pixels=64 << 20))
     try:
         assert (
-            refusal(decoder, encoded(picture(1, (7000, 7000)))) == "image_url: the image takes too long to be decoded."
+            refusal(decoder, encoded(picture(1, (3500, 3500)))) == "image_url: the image takes too long to be decoded."
         )
         assert len(decoded(decoder, encoded(picture(1))).data) == SIDE * SIDE * 3, "no new process came"
     finally:
@@ -199,7 +201,6 @@ def test_one_at_a_time(decoder: ImageDecoder) -> None:
 FILES = [encoded(picture(2, (60, 40)), form) for form in FORMATS]
 
 
-@settings(max_examples=400, deadline=None)
 @given(st.sampled_from(FILES), st.data())
 def test_any_damage_is_a_picture_or_one_line(file: bytes, data: st.DataObject) -> None:
     damaged = bytearray(file)

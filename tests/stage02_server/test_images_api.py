@@ -72,6 +72,7 @@ def refusal(server: InProcessServer, body: dict[str, Any], status: int = 400) ->
 # What is made of a file
 
 
+@pytest.mark.slow(keep=("PNG-(40, 30)", "JPEG-(7, 90)", "GIF-(25, 24)", "WEBP-(5, 5)"))
 @pytest.mark.parametrize("size", [(40, 30), (30, 40), (24, 24), (5, 5), (7, 90), (200, 24), (25, 24)], ids=str)
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_file_is_prepared_as_transformers_does(
@@ -183,11 +184,11 @@ def test_an_address_may_be_a_plain_text(serve: Callable[..., InProcessServer]) -
     assert server.post(CHAT, chat(part)).status_code == 200
 
 
-def test_a_chat_without_images_starts_no_decoder(serve: Callable[..., InProcessServer]) -> None:
-    server = serve()
-    assert server.post(CHAT, chat("Only words")).status_code == 200
-    handler = server.app.state.openai_serving_chat
-    assert handler._loader.decoder._child.process is None
+def test_a_chat_without_images_starts_no_decoder(config: VllmConfig) -> None:
+    with closing(server_of(config)) as server:
+        assert server.post(CHAT, chat("Only words")).status_code == 200
+        handler = server.app.state.openai_serving_chat
+        assert handler._loader.decoder._child.process is None
 
 
 # What is refused
@@ -197,12 +198,10 @@ def test_a_model_of_text_alone_says_so(server: InProcessServer) -> None:
     assert "this is not a multimodal model" in refusal(server, chat("What?", image(1)))
 
 
-def test_without_pillow_it_does_not_start(
-    serve: Callable[..., InProcessServer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_pillow_it_does_not_start(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving_module, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="install the project with its extra `images`"):
-        serve()
+        server_of(config)
 
 
 @pytest.mark.parametrize("path", ["/tokenize"])
@@ -517,14 +516,20 @@ def media(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder_of_files(tmp_path_factory.mktemp("above"))
 
 
+@pytest.fixture(scope="module")
+def link(media: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    link = tmp_path_factory.mktemp("links") / "link"
+    link.symlink_to(media)
+    return link
+
+
 @pytest.mark.parametrize("how", READABLE)
 @pytest.mark.parametrize("through", ["itself", "a link"])
 def test_a_file_below_the_folder(
-    through: str, how: str, media: Path, tmp_path: Path, serve: Callable[..., InProcessServer]
+    through: str, how: str, media: Path, link: Path, serve: Callable[..., InProcessServer]
 ) -> None:
     """The operator may name the folder by a link, and the client as the operator does, or as it is."""
-    (tmp_path / "link").symlink_to(media)
-    named = media if through == "itself" else tmp_path / "link"
+    named = media if through == "itself" else link
     server = serve(allowed_local_media_path=str(named))
     for as_said in {media, named}:
         response = server.post(CHAT, chat(at(READABLE[how](as_said))))
@@ -647,6 +652,7 @@ def test_settings_of_pictures_that_are_known(folder: Path, tmp_path: Path) -> No
 # All of it
 
 
+@pytest.mark.slow  # the first of test_images_other_apis.py asks the same server in three ways
 def test_a_whole_server_answers_as_transformers(folder: Path, start_server: Callable[..., ServerProcess]) -> None:
     """The engine in its process, the decoder in its own, the answer whole and as a stream."""
     from transformers import AutoImageProcessor, AutoTokenizer, LlavaForConditionalGeneration

@@ -14,8 +14,9 @@ import openai
 import pytest
 from anthropic import Anthropic
 from patience import PATIENCE
+from pictures_elsewhere import servers_of
 from PIL import Image
-from seeing_server import data_url, image_part, seeing_servers
+from seeing_server import data_url, image_part
 from server_under_test import InProcessServer, ServerProcess
 from small_llava import picture
 from small_qwen2_vl import MAX_PIXELS, MIN_PIXELS, SEEN, UNIT, Reference, qwen2_vl_folder
@@ -42,9 +43,9 @@ def config(folder: Path) -> VllmConfig:
     return EngineArgs.from_kwargs(model=str(folder))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def serve(config: VllmConfig) -> Iterator[Callable[..., InProcessServer]]:
-    yield from seeing_servers(config, served_model_name=("m",))
+    yield from servers_of(config, served_model_name=("m",))
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +72,7 @@ def refusal(server: InProcessServer, *parts: Any, status: int = 400) -> str:
     return message
 
 
+@pytest.mark.slow
 def test_real_clients_of_a_whole_server(
     folder: Path, expected: str, start_server: Callable[..., ServerProcess]
 ) -> None:
@@ -152,6 +154,7 @@ def png(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
 
 
+@pytest.mark.slow(keep=("(1, 200)", "(2, 2)", "(65, 41)", "(4000, 20)"))
 @pytest.mark.parametrize(
     "size", [(1, 1), (2, 2), (1, 200), (200, 1), (16, 16), (64, 40), (65, 41), (4000, 4000), (4000, 20)], ids=str
 )
@@ -191,7 +194,7 @@ def test_an_image_that_fills_the_context(folder: Path) -> None:
     """Refused by the head of its file, before anything is decoded."""
     config = EngineArgs.from_kwargs(model=str(folder), max_model_len=PLACES[1] + 1)
     takes = f"of 64 x 40 pixels takes 40 tokens of the prompt; at most {PLACES[1]} (--max-model-len)"
-    with contextmanager(seeing_servers)(config) as serve:
+    with contextmanager(servers_of)(config) as serve:
         server = serve()
         assert refusal(server, image_part(png(64, 40))) == f"image_url: the image {takes}."
         assert "maximum context length" in refusal(server, "x", image_part(SHOWN[1]))  # the image alone would fit

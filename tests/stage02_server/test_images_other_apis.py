@@ -11,8 +11,8 @@ import openai
 import pytest
 from anthropic import Anthropic
 from patience import PATIENCE
-from pictures_elsewhere import config, folder
-from seeing_server import data_url, image_part, seeing_servers
+from pictures_elsewhere import config, folder, servers_of
+from seeing_server import data_url, image_part
 from server_under_test import InProcessServer, ServerProcess
 from small_llava import PLACES, SIDE, encoded, picture, reference_tokens
 from tokenizers import Tokenizer
@@ -24,10 +24,10 @@ __all__ = ["config", "folder"]  # fixtures
 TEXT = "user: Is <image> like <image>? assistant:"  # what small_llava's template makes of the parts below
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def serve(config: VllmConfig) -> Iterator[Callable[..., InProcessServer]]:
     """With a name for the model, which these APIs want."""
-    yield from seeing_servers(config, served_model_name=("m",))
+    yield from servers_of(config, served_model_name=("m",))
 
 
 def input_image(data: bytes | int | str) -> dict[str, Any]:

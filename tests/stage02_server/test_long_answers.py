@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from patience import PATIENCE
 from pydantic import BaseModel
 from server_under_test import InProcessServer, ServerProcess, events
@@ -104,7 +104,6 @@ plain = st.recursive(
 anything = st.builds(Anything, values=st.lists(plain, max_size=20), by_name=st.dictionaries(texts, plain), more=plain)
 
 
-@settings(max_examples=200, deadline=None)
 @given(answer=chats() | anything | st.builds(Anything, values=st.lists(anything, max_size=20), by_name=st.just({})))
 def test_the_pieces_are_what_pydantic_writes(answer: BaseModel) -> None:
     assert b"".join(json_pieces(answer)).decode() == answer.model_dump_json()

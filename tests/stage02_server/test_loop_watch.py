@@ -125,6 +125,7 @@ def test_the_server_tells_of_it(start_server: Callable[..., ServerProcess], tmp_
     assert {event["args"]["request"] for event in events if event["name"] == "loop.held"} >= {"GET /v1/hold_in_c"}
 
 
+@pytest.mark.slow
 def test_no_watch(start_server: Callable[..., ServerProcess]) -> None:
     server = start_server(*ECHO, "--event-loop-held-seconds", "0", patch=HOLDING)
     server.wait_until_ready()

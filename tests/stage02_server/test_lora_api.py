@@ -122,6 +122,7 @@ def test_an_adapter_answers_as_the_merged_model(
     assert base.status_code == 200 and (shown(base) != shown(found) or "token" in path)
 
 
+@pytest.mark.slow(keep=("/v1/completions-4", "/v1/chat/completions-0"))
 @pytest.mark.parametrize(("path", "number"), [(path, n) for path, bodies in BODIES.items() for n in range(len(bodies))])
 def test_one_that_was_loaded_later_answers_as_one_of_the_start(
     path: str, number: int, servers: tuple[ServerProcess, ServerProcess]

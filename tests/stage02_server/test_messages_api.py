@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from anthropic.types import ErrorResponse, Message, RawMessageStreamEvent
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from pydantic import TypeAdapter
 from server_under_test import InProcessServer, RecordingEcho, byte_config
 
@@ -154,7 +154,6 @@ def test_blocks_and_why_the_answer_ends(
 
 
 @given(text=st.text(alphabet='ab é✓<tool_c>{}"', max_size=20), limit=st.integers(1, 40), thinks=st.booleans())
-@settings(max_examples=40)
 def test_a_stream_and_a_whole_answer_say_the_same(server: InProcessServer, text: str, limit: int, thinks: bool) -> None:
     body = said(("</think>" if not thinks else "") + text + "x", max_tokens=limit, tools=[LOOK])
     streamed = message_of(events_of(server.post(MESSAGES, body | {"stream": True}).text))

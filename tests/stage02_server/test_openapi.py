@@ -6,16 +6,20 @@ import asyncio
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from endpoints import ENDPOINTS, ask
 from fastapi import Request
-from server_under_test import ServerProcess
+from jsonschema import validate
+from server_under_test import InProcessServer, ServerProcess
 
 from stage02_server.features.page import docs
+from stage02_server.features.page.openapi import describe
 
 # All checks but these two. What the schema allows may be too long for the model, or not in its vocabulary; and as in vLLM a number
 # may come as a text or a boolean, which the schema does not say.
@@ -46,11 +50,26 @@ def run_schemathesis(url: str, examples: int, cwd: Path, *selection: str) -> Non
     assert httpx.post(url + "/v1/completions", json={"prompt": "To be", "max_tokens": 2}).status_code == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("examples", [5, pytest.param(2000, marks=[pytest.mark.long, pytest.mark.timeout(3600)])])
 def test_requests_of_every_kind(url: str, examples: int, tmp_path: Path) -> None:
     run_schemathesis(url, examples, tmp_path, "--exclude-path", NO_END, "--exclude-path-regex", SOUND)
     # schemathesis 4.32 fails by itself when it makes wrong forms with a file in them ("Unsupported type: 'Binary'")
     run_schemathesis(url, examples, tmp_path, "--include-path-regex", SOUND, "--mode", "positive")
+
+
+described = cache(describe)
+
+
+@pytest.mark.parametrize("path", [path for path in ENDPOINTS if "audio" not in path])
+def test_answers_are_as_described(path: str, make_server: Callable[..., InProcessServer]) -> None:
+    """A whole answer, and a refusal."""
+    config, description = ENDPOINTS[path].config(), described()
+    server = make_server(config=config)
+    for answer, code in ((ask(server, path), "200"), (ask(server, path, model="other"), "default")):
+        content = description["paths"][path]["post"]["responses"][code]["content"]["application/json"]
+        assert (answer.status_code == 200) == (code == "200")
+        validate(answer.json(), content["schema"] | {"components": description["components"]})
 
 
 def test_errors_streams_and_empty_answers_are_described(url: str) -> None:

@@ -150,6 +150,7 @@ def test_a_refusal_is_told_in_words(opened: Any) -> None:
     page.errors = [error for error in page.errors if "400" not in error]  # the browser's own line about the status
 
 
+@pytest.mark.slow
 def test_the_keyboard_reaches_everything_and_the_key_is_not_shown(opened: Any) -> None:
     page = opened()
     page.page.fill("#api-key", "secret-key")
@@ -167,6 +168,7 @@ def test_the_keyboard_reaches_everything_and_the_key_is_not_shown(opened: Any) -
     assert page.page.evaluate(f"{unnamed}.length") == 0
 
 
+@pytest.mark.slow(keep="dark-700")
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1400), ("dark", 700)])
 def test_it_fits_and_can_be_read(opened: Any, scheme: str, width: int) -> None:
     page = opened(viewport={"width": width, "height": 900}, color_scheme=scheme)
@@ -187,6 +189,7 @@ def test_it_fits_and_can_be_read(opened: Any, scheme: str, width: int) -> None:
         assert page.page.evaluate(contrast, selector) >= 4.5, selector
 
 
+@pytest.mark.slow
 def test_it_watches_only_while_it_is_wanted(opened: Any, server: ServerProcess) -> None:
     page = opened()
     page.until("live.known")
@@ -199,6 +202,7 @@ def test_it_watches_only_while_it_is_wanted(opened: Any, server: ServerProcess) 
     page.until(f"live.step >= {step + 4}")
 
 
+@pytest.mark.slow
 def test_the_pictures_show_who_holds_what(opened: Any, server: ServerProcess) -> None:
     page = opened()
     page.until("live.known")
@@ -223,6 +227,7 @@ def test_the_pictures_show_who_holds_what(opened: Any, server: ServerProcess) ->
     page.until("live.count('running') === 0 && live.holders.size === 0 && live.free === live.settings.num_blocks")
 
 
+@pytest.mark.slow
 def test_what_several_keys_may_not_watch_it_does_not_ask_for_again(browser: Any) -> None:
     server = ServerProcess("gpt2-tiny", "--port", "0", "--engine", "echo", "--api-key", "one", "two")
     try:
@@ -291,6 +296,7 @@ def life(seed: int, names: str = "r") -> tuple[list[list[str]], list[dict[str, A
     return batches, truth
 
 
+@pytest.mark.slow(keep="0")
 @pytest.mark.parametrize("seed", range(6))
 def test_its_state_is_the_schedulers(script: Any, seed: int) -> None:
     """Through arrivals, preemption, swapping, drafts, aborts and resets: after each step what the page made of the events is
@@ -335,6 +341,7 @@ def test_what_two_engines_tell_is_not_mixed_up(script: Any) -> None:
     assert script.text_content("#live-title") == "The engines, live"
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_turns_grey_and_its_successor_begins_from_nothing(script: Any) -> None:
     before, after = of_engine(life(2, "old-")[0], 1), of_engine(life(4, "new-")[0], 1)
     script.evaluate(READ_VIEWS, [[engines(e0="ready", e1="ready")], *before])
@@ -353,6 +360,7 @@ def test_an_engine_that_dies_turns_grey_and_its_successor_begins_from_nothing(sc
     assert [one["name"] for one in script.evaluate(SEEN)] == ["Engine 0: ready", "Engine 1: draining"]
 
 
+@pytest.mark.slow
 def test_a_single_engine_has_no_name_whatever_its_number(script: Any) -> None:
     script.evaluate(READ_VIEWS, of_engine(life(3)[0], 2))
     [one] = script.evaluate(SEEN)
@@ -361,6 +369,7 @@ def test_a_single_engine_has_no_name_whatever_its_number(script: Any) -> None:
     assert script.get_attribute("#pictures", "role") is None
 
 
+@pytest.mark.slow
 def test_drafts_by_place_or_nothing_at_all(script: Any) -> None:
     """Of four requests' drafts in a step: 4 were verified in the first place, 3 in the second. A state in between forgets nothing."""
     state = life(3)[0][0]
@@ -377,6 +386,7 @@ def test_drafts_by_place_or_nothing_at_all(script: Any) -> None:
     assert not script.is_visible("#drafts"), "another engine begins from nothing"
 
 
+@pytest.mark.slow
 def test_a_dead_engine_says_at_which_step_and_that_it_starts_again(script: Any) -> None:
     script.evaluate(READ_VIEWS, [[engines(e0="ready", e1="ready")], *of_engine(life(2)[0], 1)])
     assert script.text_content("#death-1") == ""

@@ -58,6 +58,7 @@ def test_the_icon_needs_no_key(locked: ServerProcess) -> None:
     assert answer.status_code == 200 and answer.headers["content-type"] == "image/svg+xml" and b"<svg" in answer.content
 
 
+@pytest.mark.slow
 def test_copying_works_over_plain_http_or_says_why_not(browser: Any, locked: ServerProcess) -> None:
     """Under the name of another host the browser gives the page no clipboard."""
     context = browser.new_context()
@@ -89,6 +90,7 @@ def test_copying_works_over_plain_http_or_says_why_not(browser: Any, locked: Ser
     context.close()
 
 
+@pytest.mark.slow
 def test_the_demonstration_shows_all_four(browser: Any, small: ServerProcess) -> None:
     """On the server that the page advises; each sight leads to the step in which it was seen."""
     opened = Opened(browser, small.url + "/")
@@ -106,6 +108,7 @@ def test_the_demonstration_shows_all_four(browser: Any, small: ServerProcess) ->
     opened.context.close()
 
 
+@pytest.mark.slow
 def test_eight_at_once_run_together_and_have_different_lengths(browser: Any, small: ServerProcess) -> None:
     opened = Opened(browser, small.url + "/")
     opened.until("live.known")
@@ -129,6 +132,7 @@ def test_eight_at_once_run_together_and_have_different_lengths(browser: Any, sma
     opened.context.close()
 
 
+@pytest.mark.slow
 def test_a_completion_goes_on_where_it_ended(browser: Any, small: ServerProcess) -> None:
     opened = Opened(browser, small.url + "/")
     assert opened.page.is_disabled("#continue")
@@ -146,6 +150,7 @@ def test_a_completion_goes_on_where_it_ended(browser: Any, small: ServerProcess)
     opened.context.close()
 
 
+@pytest.mark.slow(keep="light")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_nothing_serious(browser: Any, small: ServerProcess, scheme: str) -> None:
     """Two engines, of which one has died, and answers beside them."""

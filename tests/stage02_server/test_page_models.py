@@ -32,6 +32,7 @@ def test_it_says_what_the_model_does() -> None:
     server.close()
 
 
+@pytest.mark.slow(keep="classify")
 @pytest.mark.parametrize(
     ("tasks", "path", "answer", "shown"),
     [
@@ -77,6 +78,7 @@ def test_a_model_that_writes_no_text_is_asked_for_what_it_makes(
         assert "-F 'file=@a.wav'" in page.text_content("#curl")
 
 
+@pytest.mark.slow
 def test_a_key_that_is_missing_an_engine_without_scheduler_and_a_server_that_has_ended(page: Any) -> None:
     server = ServerProcess("gpt2-tiny", "--engine", "echo", "--api-key", "secret", "--port", "0")
     try:

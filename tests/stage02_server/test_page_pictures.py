@@ -61,6 +61,7 @@ def test_eighteen_requests_have_eighteen_looks_and_no_state_has_one_of_them(scri
     assert len(set(script.evaluate("Object.values(STATES)"))) == 4
 
 
+@pytest.mark.slow(keep="752-2048")
 @pytest.mark.parametrize(
     ("room", "budget", "lacks"),
     [

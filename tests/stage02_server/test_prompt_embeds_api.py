@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -149,6 +150,41 @@ def test_what_unfinished_requests_hold_is_bounded(
     assert held.number == 0, "a request that has ended is still counted"
     assert server.post("/v1/completions", {"prompt_embeds": FILE[:-4], "max_tokens": 2}).status_code == 400
     assert held.number == 0, "a request that was refused is still counted"
+
+
+@pytest.mark.parametrize("share", [0.5, 1])
+@pytest.mark.parametrize("more", [{}, {"stream": True}], ids=str)
+def test_who_leaves_gives_back_what_the_request_held(
+    make_server: Callable[..., InProcessServer], more: dict[str, Any], share: float
+) -> None:
+    """With half of the body sent, or while the engine works."""
+    config = switched_on()
+    client = Standing(config=config)
+    server = make_server(client, config=config, max_held_embeds_bytes=SIZE)
+    held = server.app.state.openai_serving_completion.held
+    content = json.dumps({"prompt_embeds": FILE, "max_tokens": 2} | more).encode()
+    body = {"type": "http.request", "body": content[: int(len(content) * share)], "more_body": share < 1}
+    messages = [body]
+
+    async def receive() -> dict[str, Any]:
+        if messages:
+            return messages.pop()
+        while share == 1 and not client.added:
+            await asyncio.sleep(0)
+        assert held.number == SIZE * (share == 1)
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None: ...
+
+    scope = {
+        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "POST", "scheme": "http",
+        "path": "/v1/completions", "raw_path": b"/v1/completions", "query_string": b"", "headers": [(b"content-type", b"application/json")],
+        "client": ("test", 1), "server": ("test", 80), "root_path": "",
+    }  # fmt: skip
+    server.run(server.app(scope, receive, send))
+    assert held.number == 0 and not server.engine.num_unfinished_requests
+    client.go_on = True
+    assert server.run(sent(server)) == 200
 
 
 def test_one_key_leaves_room_for_the_others(make_server: Callable[..., InProcessServer]) -> None:

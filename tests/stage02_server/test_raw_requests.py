@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from patience import PATIENCE
 from server_under_test import ServerProcess
 
@@ -131,7 +131,6 @@ def test_answers(server: ServerProcess, name: str) -> None:
         assert set(json.loads(answer[answer.rindex(b'{"error"') :])["error"]) == {"message", "type", "param", "code"}
 
 
-@settings(max_examples=120, deadline=None)
 @given(data=st.data())
 def test_what_is_mixed_from_such_parts_never_gets_in(server: ServerProcess, data: st.DataObject) -> None:
     """No request here has the key: only what is open may be answered with a 200."""

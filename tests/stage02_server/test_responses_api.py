@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 from server_under_test import MAX_MODEL_LEN, InProcessServer, RecordingEcho
@@ -57,7 +57,6 @@ def prompt_of(server: InProcessServer, input: Any, **body: Any) -> str:
 
 
 @given(input=words, limit=st.integers(1, 20), logprobs=st.booleans())
-@settings(max_examples=30, deadline=None)
 def test_stream_and_whole_answer_say_the_same(server: InProcessServer, input: str, limit: int, logprobs: bool) -> None:
     body = {"max_output_tokens": limit} | (LOGPROBS if logprobs else {})
     whole = ask(server, input, **body)
@@ -82,7 +81,6 @@ def test_stream_and_whole_answer_say_the_same(server: InProcessServer, input: st
 
 
 @given(turns=st.lists(short, min_size=2, max_size=3), instructions=st.none() | short)
-@settings(max_examples=30, deadline=None)
 def test_previous_response_continues_the_conversation(
     server: InProcessServer, turns: list[str], instructions: str | None
 ) -> None:

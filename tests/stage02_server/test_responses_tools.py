@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 from server_under_test import InProcessServer, RecordingEcho, byte_config
@@ -124,7 +124,6 @@ fragments = st.sampled_from(
 
 
 @given(text=st.lists(fragments, min_size=1, max_size=8).map("".join).filter(str.strip), interval=st.integers(1, 9))
-@settings(max_examples=40, deadline=None)
 def test_an_answer_has_the_parts_that_a_chat_has(server: InProcessServer, text: str, interval: int) -> None:
     answer = ask(server, text, tools=TOOLS, stream_interval=interval)
     body = {"messages": [{"role": "user", "content": text}], "tools": CHAT_TOOLS, "max_tokens": len(text.encode())}
@@ -198,7 +197,6 @@ turns = st.lists(st.tuples(st.none() | words, st.lists(words, max_size=2), calls
 
 
 @given(turns=turns, ask_again=words, choice=st.sampled_from(["none", None]), effort=st.sampled_from(["low", None]))
-@settings(max_examples=40, deadline=None)
 def test_items_become_the_prompt_of_a_chat(
     templated: InProcessServer, turns: list[Any], ask_again: str, choice: str | None, effort: str | None
 ) -> None:

@@ -15,6 +15,7 @@ import pytest
 from echo_engine_process import PATCH
 from server_under_test import DYING_ENGINE, ServerProcess, rest
 
+from stage02_server.__main__ import main
 from stage02_server.api_server import create_server_socket
 from stagetrace import VOCABULARY, read_run
 
@@ -110,6 +111,7 @@ def test_sigterm_finishes_what_runs_and_exits_with_0(start_server: StartServer) 
     assert not any("Traceback" in line for line in server.lines)
 
 
+@pytest.mark.slow(keep="limit")
 @pytest.mark.parametrize("how", ["limit", "second signal"])
 def test_a_request_that_takes_too_long_is_cut(start_server: StartServer, how: str) -> None:
     slow = (
@@ -149,13 +151,12 @@ def _still_loading() -> socket.socket:
 
 @pytest.mark.parametrize("other", [_listening, _still_loading])
 def test_a_taken_port_is_one_line_and_exit_code_2(
-    start_server: StartServer, other: Callable[[], socket.socket]
+    other: Callable[[], socket.socket], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with other() as taken:
         port = str(taken.getsockname()[1])
-        server = start_server(*ECHO[:-1], port)
-        assert server.wait() == 2
-    (line,) = server.lines
+        assert main(["serve", *ECHO[:-1], port]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
     assert port in line and "--port" in line
 
 
@@ -164,6 +165,7 @@ ROUTER = ("--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:1/x",
 AS_A_ROUTER = {"command": "stage01_cli.main", "subcommand": "router"}
 
 
+@pytest.mark.slow(keep="one")
 @pytest.mark.parametrize(
     ("flags", "how"),
     [(ECHO, {}), (("-asc", "2", *ECHO), {}), (ENGINES, {"patch": PATCH}), (ROUTER, AS_A_ROUTER)],
@@ -174,7 +176,7 @@ def test_the_next_server_may_have_the_port_at_once(
 ) -> None:
     """Also when the old one has closed connections whose clients still hold them: the system then remembers the port for a minute. And
     meanwhile no other server may have it."""
-    port, times = "0", 5 if flags is ECHO else 3
+    port, times = "0", 2
     for number in range(times):
         server = start_server(*flags[:-1], port, **how)
         url = httpx.URL(server.wait_until_routing() if flags is ROUTER else server.wait_until_ready())
@@ -193,10 +195,11 @@ def test_the_next_server_may_have_the_port_at_once(
 
 
 @pytest.mark.parametrize(("flag", "value"), [("--host", "no-such-host.invalid"), ("--host", "203.0.113.7")])
-def test_an_impossible_address_is_one_line_and_exit_code_2(start_server: StartServer, flag: str, value: str) -> None:
-    server = start_server(*ECHO, flag, value)
-    assert server.wait() == 2
-    (line,) = server.lines
+def test_an_impossible_address_is_one_line_and_exit_code_2(
+    flag: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", *ECHO, flag, value]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
     assert value in line and flag in line
 
 
@@ -254,6 +257,7 @@ def test_the_trace_tells_start_request_and_stop_in_order(start_server: StartServ
     assert "generate.start" in {event.name for event in run.of_request(chat_id)}  # the engine knows it by the same name
 
 
+@pytest.mark.slow
 def test_without_uvloop_it_serves_on_asyncio(start_server: StartServer) -> None:
     server = start_server(*ECHO, patch="import sys; sys.modules['uvloop'] = None")
     *_, last, done = stream_lines(server.wait_until_ready(), max_tokens=4)

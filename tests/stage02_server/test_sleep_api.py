@@ -27,10 +27,11 @@ FORMS = {
     "-asc": ("--api-server-count", "2"),
     "in one process": ("--in-process",),
 }
+EACH = [pytest.param(form, marks=[pytest.mark.slow] * (form != "alone")) for form in FORMS]
 BODY = {"model": "gpt2-tiny", "prompt": "To be, or", "max_tokens": 12, "temperature": 0}
 
 
-@pytest.fixture(scope="module", params=FORMS)
+@pytest.fixture(scope="module", params=EACH)
 def client(request: pytest.FixtureRequest) -> Iterator[httpx.Client]:
     server = ServerProcess(*FLAGS, "--enable-sleep-mode", "--server-dev-mode", *FORMS[request.param])
     url = server.wait_until_ready()

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from endpoints import ENDPOINTS, ask
-from hypothesis import example, given, settings, strategies as st
+from hypothesis import example, given, strategies as st
 from server_under_test import InProcessServer, RecordingEcho
 from small_gpt2 import first_layers
 
@@ -453,7 +453,6 @@ def begin_anew(world: World) -> None:
     world.stored = {"A": [], "B": []}
 
 
-@settings(max_examples=25)
 @example([("A", "response", 0), ("B", "read theirs", 0), ("B", "response", 0)])
 @example([("A", "background", 0), ("B", "cancel theirs", 0), ("B", "continue theirs", 0), ("B", "completion", 0)])
 @example([("A", "salted", 3), ("B", "salted", 3), ("A", "choice", 3), ("B", "choice", 3), ("B", "beams", 3)])

@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from server_under_test import EOS, InProcessServer, events
 from small_tokenizers import byte_level, metaspace, sentencepiece
 
@@ -16,7 +16,6 @@ from stage02_server.features.logprobs.token_texts import TokenTexts
 from stage03_engine.frontend.tokenizer import Tokenizer, get_tokenizer
 from stage03_engine.messages import TokenLogprobs
 
-quick = settings(max_examples=150, deadline=None)
 # Beginnings of characters, their ends, and what can be neither, as often as letters.
 PARTS = [0xC3, 0xA9, 0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0x98, 0x80, 0xEF, 0xBF, 0xBD, 0xE0, 0xFF, 0x41, 0x20]
 Names = list[str]
@@ -49,7 +48,6 @@ def of_bytes(request: pytest.FixtureRequest) -> Tokenizer:
     return get_tokenizer("gpt2-tiny") if request.param == "gpt2-tiny" else Tokenizer(byte_level(), eos_token_id=None)
 
 
-@quick
 @given(data=st.data())
 def test_names_and_bytes_of_random_tokens(of_bytes: Tokenizer, data: Any) -> None:
     tokenizer = of_bytes
@@ -81,7 +79,6 @@ def test_the_names_and_bytes_of_a_texts_tokens_add_up_to_it(text: str) -> None:
 
 
 @pytest.mark.parametrize("make", [sentencepiece, lambda: sentencepiece(strip=False), metaspace])
-@quick
 @given(data=st.data())
 def test_names_of_tokens_that_are_no_bytes(make: Any, data: Any) -> None:
     """A token's own text keeps the space that begins it, which decoding it alone would drop."""
@@ -126,7 +123,6 @@ def offsets_after(start: int, names: Names) -> list[int]:
     return [start + sum(map(len, names[:place])) for place in range(len(names))]
 
 
-@quick
 @given(body=bodies)
 def test_offsets_of_an_answer_count_the_names_before(server: InProcessServer, body: dict[str, Any]) -> None:
     tokenizer = server.engine.tokenizer
@@ -138,7 +134,6 @@ def test_offsets_of_an_answer_count_the_names_before(server: InProcessServer, bo
     assert choice["logprobs"]["text_offset"] == offsets_after(0, names)
 
 
-@quick
 @given(body=bodies)
 def test_offsets_of_a_chunk_begin_where_the_text_so_far_ends(server: InProcessServer, body: dict[str, Any]) -> None:
     tokenizer = server.engine.tokenizer

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from test_answer_parsers import json_values, read
 
 from stage02_server.features.tools import parameter_types as parameter_types_module
@@ -30,7 +30,6 @@ from stage02_server.features.tools.tool_parsers import (
 )
 
 Call = tuple[str, dict[str, Any]]
-quick = settings(max_examples=150, deadline=None)
 PROPERTIES: dict[str, Any] = {
     "text": {"type": "string"}, "count": {"type": "integer"}, "share": {"type": "number"}, "yes": {"type": "boolean"},
     "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]}, "either": {"type": ["integer", "null"]}, "list": {"$ref": "#/$defs/list"},
@@ -80,7 +79,6 @@ FORMATS: dict[str, tuple[Callable[[], Any], Callable[[list[Call]], str]]] = {
 }  # fmt: skip
 
 
-@quick
 @given(before=st.text("ab \n.", max_size=5), wanted=calls, after=st.sampled_from(["", "So.", "So, [1] {2} <3>"]))
 @pytest.mark.parametrize("name", FORMATS)
 def test_calls_come_back(name: str, before: str, wanted: list[Call], after: str) -> None:
@@ -105,7 +103,6 @@ parameters = st.fixed_dictionaries(
 )  # fmt: skip
 
 
-@quick
 @given(wanted=st.lists(parameters, min_size=1, max_size=3), python=st.booleans(), tagged=st.booleans())
 def test_qwen3_values_have_the_types_of_the_schema(wanted: list[dict[str, Any]], python: bool, tagged: bool) -> None:
     def value(given: Any) -> str:
@@ -138,7 +135,6 @@ PIECES: dict[Callable[[], Any], list[str]] = {
 }  # fmt: skip
 
 
-@settings(max_examples=250, deadline=None)
 @given(data=st.data(), cuts=st.lists(st.integers(0, 200), max_size=8))
 @pytest.mark.parametrize("make", PIECES)
 def test_pieces_do_not_matter(make: Callable[[], Any], data: st.DataObject, cuts: list[int]) -> None:
@@ -154,7 +150,6 @@ def test_pieces_do_not_matter(make: Callable[[], Any], data: st.DataObject, cuts
     assert "".join(item.text for item in items if item.kind == "content") == content
 
 
-@quick
 @given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<[{"), max_size=20))
 @pytest.mark.parametrize("name", TOOL_PARSERS)
 def test_text_without_a_beginning_is_content_at_once(name: str, text: str) -> None:
@@ -222,7 +217,6 @@ def test_arguments_come_while_they_are_written(make: Callable[[], Any]) -> None:
 # Values in Python
 
 
-@quick
 @given(value=json_values)
 def test_python_values(value: Any) -> None:
     assert json.loads(python_json(repr(value)) or "") == value

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from transformers.models.whisper.tokenization_whisper import _combine_tokens_into_words
 
 from stage02_server.features.audio.protocol import TranscriptionSegment
@@ -38,7 +38,6 @@ TEXTS = st.lists(
 ).map("".join)
 
 
-@settings(max_examples=150, deadline=None)
 @given(TEXTS, st.booleans(), st.integers(0, 2))
 def test_words_are_those_of_transformers(tokenizer: Tokenizer, text: str, spaces: bool, cut: int) -> None:
     """`cut` takes tokens from the end, and with them perhaps half of a character."""

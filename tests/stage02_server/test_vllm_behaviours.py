@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from server_under_test import EOS, MAX_MODEL_LEN, InProcessServer, byte_config, events
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
@@ -317,7 +317,6 @@ def test_flags_that_change_every_answer(make_server: Any) -> None:
     assert server.post(COMPLETIONS, body).json()["usage"]["total_tokens"] == 3
 
 
-@settings(max_examples=40, deadline=None)
 @given(prompt=st.text("aé€😀", min_size=1, max_size=8), interval=st.integers(1, 9), n=st.integers(1, 2))
 def test_stream_interval(server: InProcessServer, prompt: str, interval: int, n: int) -> None:
     body = {"prompt": prompt, "n": n, "max_tokens": 30, "return_token_ids": True, "stream_interval": interval}

@@ -55,11 +55,23 @@ def server_of(config: VllmConfig, **args: Any) -> InProcessServer:
     return InProcessServer(Seen(mine), mine, **rest)
 
 
-@pytest.fixture
-def serve(config: VllmConfig) -> Iterator[Callable[..., InProcessServer]]:
-    """Makes servers, which end with the test."""
+def servers_of(config: VllmConfig, **always: Any) -> Iterator[Callable[..., InProcessServer]]:
+    """What a fixture of a module yields: it makes a server for each set of settings, which ends with the module."""
+    made: dict[str, InProcessServer] = {}
+
+    def serve(**args: Any) -> InProcessServer:
+        if (name := repr(sorted(args.items()))) not in made:
+            made[name] = servers.enter_context(closing(server_of(config, **always, **args)))
+        made[name].client.requests.clear()  # type: ignore[attr-defined]
+        return made[name]
+
     with ExitStack() as servers:
-        yield lambda **args: servers.enter_context(closing(server_of(config, **args)))
+        yield serve
+
+
+@pytest.fixture(scope="module")
+def serve(config: VllmConfig) -> Iterator[Callable[..., InProcessServer]]:
+    yield from servers_of(config)
 
 
 class Files(http.server.BaseHTTPRequestHandler):

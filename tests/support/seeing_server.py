@@ -1,24 +1,12 @@
-"""Servers of any model that sees, without an engine, and the pictures that they get."""
+"""The pictures that servers of models that see get."""
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
 from typing import Any
 
-from pictures_elsewhere import server_of
 from PIL import Image
-from server_under_test import InProcessServer
 from small_llava import encoded, picture
-
-from stage03_engine.config import VllmConfig
-
-
-def seeing_servers(config: VllmConfig, **always: Any) -> Iterator[Callable[..., InProcessServer]]:
-    """What a fixture yields: it makes servers, which end with the test."""
-    with ExitStack() as servers:
-        yield lambda **args: servers.enter_context(closing(server_of(config, **always, **args)))
 
 
 def data_url(shown: bytes | int | Image.Image, kind: str = "png") -> str:
