@@ -11,13 +11,13 @@ import ctypes
 import gc
 import importlib
 import importlib.abc
-import importlib.machinery
 import importlib.util
 import os
 import random
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.machinery import ModuleSpec  # not by its package, of which a fork knows less
 from types import ModuleType
 
 LIBRARIES = [
@@ -181,20 +181,18 @@ class Hidden(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
+    ) -> ModuleSpec | None:
         module = self._modules.get(fullname)
         if module is None:
             return None
-        spec = importlib.machinery.ModuleSpec(
-            fullname, self, loader_state=module, is_package="__path__" in vars(module)
-        )
+        spec = ModuleSpec(fullname, self, loader_state=module, is_package="__path__" in vars(module))
         real = self._specs[fullname]
         if real is not None:
             spec.origin, spec.has_location = real.origin, real.has_location
             spec.submodule_search_locations = real.submodule_search_locations
         return spec
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
         assert isinstance(spec.loader_state, ModuleType)
         return spec.loader_state
 
