@@ -36,7 +36,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}},
     "draft model": {"speculative_config": {"model": "gpt2-tiny-draft", "num_speculative_tokens": 3}},
     "EAGLE head": {"speculative_config": {"method": "eagle", "model": HEAD, "num_speculative_tokens": 3}},
-    "swap": {"swap_space": 1, "preemption_mode": "swap"},
+    "swap": {"swap_space": 0.01, "preemption_mode": "swap"},
     "ahead": {"async_scheduling": True},
     "processors": {"logits_processors": ("logits_as_they_are:LogitsAsTheyAre",)},
     "tensor parallel": {"tensor_parallel_size": 2},
@@ -160,7 +160,9 @@ def answers(
     model: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch_module: pytest.MonkeyPatch
 ) -> Callable[..., dict[str, list[list[int]]]]:
     """The tokens of each request under these settings; those of a set of settings are found once."""
-    monkeypatch_module.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)  # for worker processes
+    monkeypatch_module.setenv(
+        "PYTHONPATH", str(Path(__file__).parent / "support"), prepend=os.pathsep
+    )  # for worker processes
     adapter, known = write_adapter(model.parent / "adapter", model, seed=1), dict[frozenset[str], Any]()
 
     def find(names: frozenset[str]) -> dict[str, list[list[int]]]:
