@@ -18,7 +18,7 @@ from stage03_engine.errors import StagesError
 from stage03_engine.llm import LLM
 from stage03_engine.sampling_params import SamplingParams
 
-TIGHT: dict[str, Any] = {"num_gpu_blocks_override": 40, "max_num_batched_tokens": 32, "max_num_seqs": 6}
+TIGHT: dict[str, Any] = {"num_gpu_blocks_override": 30, "max_num_batched_tokens": 32, "max_num_seqs": 6}
 
 
 @pytest.fixture(scope="module")
