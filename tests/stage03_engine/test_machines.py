@@ -150,6 +150,7 @@ def check_recording(folder: Path) -> None:
 # What a machine is refused for
 
 
+@pytest.mark.slow
 def test_machines_that_do_not_fit_are_refused_and_the_right_one_is_welcome(
     expected: list[list[int]], port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -319,6 +320,7 @@ def test_a_worker_that_is_killed_elsewhere_ends_the_engine_with_its_name(port: i
         assert f"the head at 127.0.0.1:{port + 1} ended: Worker_TP1 ended unexpectedly" in error_of(other, 1)
 
 
+@pytest.mark.slow(keep="9")
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_a_machine_that_ends_ends_the_engine(how: signal.Signals, port: int) -> None:
     with machine(port) as other, LLM("gpt2-tiny", **SETTINGS, **TWO, master_port=port) as llm:
