@@ -72,6 +72,7 @@ def test_the_crowd_of_one_key_does_not_keep_another_waiting(make: Make, folder: 
     assert all(len([name for name in step if name[0] == "a"]) <= 1 for step in steps[1:last])
 
 
+@pytest.mark.slow
 def test_with_fcfs_they_come_in_the_order_of_their_arrival(make: Make, folder: Path) -> None:
     core = make("fcfs")
     for number in range(40):
