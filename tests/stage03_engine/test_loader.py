@@ -72,6 +72,7 @@ def test_names_as_transformers_saves_them_are_understood(tmp_path: Path) -> None
         assert torch.equal(parameter, renamed[name]), name
 
 
+@pytest.mark.slow
 def test_weights_in_their_own_format_are_mapped_not_copied(tmp_path: Path) -> None:
     """Loading 200 MB of float32 must not take 200 MB of anonymous memory: the pages stay the file's."""
     if not Path("/proc/self/smaps_rollup").exists():
@@ -106,12 +107,14 @@ def test_weights_in_their_own_format_are_mapped_not_copied(tmp_path: Path) -> No
     assert copied < size / 4
 
 
-def test_dummy_weights_serve_any_known_shape_and_depend_on_the_seed() -> None:
+@pytest.mark.slow(keep="gpt2-tiny")
+@pytest.mark.parametrize(("model", "num_layers"), [("gpt2", 12), ("gpt2-tiny", 6)])
+def test_dummy_weights_serve_any_known_shape_and_depend_on_the_seed(model: str, num_layers: int) -> None:
     params = SamplingParams(temperature=0, max_tokens=3)
 
     def answer(seed: int) -> list[int]:
-        with LLM("gpt2", load_format="dummy", seed=seed, kv_cache_memory_bytes=100_000_000) as llm:
-            assert llm.vllm_config.shape.num_layers == 12
+        with LLM(model, load_format="dummy", seed=seed, kv_cache_memory_bytes=100_000_000) as llm:
+            assert llm.vllm_config.shape.num_layers == num_layers
             return llm.generate("Hello", params)[0].outputs[0].token_ids
 
     assert answer(1) == answer(1) != answer(2)

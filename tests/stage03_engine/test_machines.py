@@ -8,18 +8,20 @@ from __future__ import annotations
 import os
 import queue
 import random
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 import zmq
@@ -33,12 +35,12 @@ from stage03_engine.core.features.distributed.machines.addresses import (
     environment_with_secret,
 )
 from stage03_engine.core.features.distributed.machines.head import Nodes
-from stage03_engine.core.features.distributed.machines.messages import JoinEngine, StartWorkers
+from stage03_engine.core.features.distributed.machines.messages import JoinEngine, StartWorkers, decode_order
 from stage03_engine.errors import ConfigError, EngineDeadError, StagesError
 from stage03_engine.llm import LLM
 from stage03_engine.model_path import BUNDLED_FOLDER
 from stage03_engine.nodes.manifest import NodeConfig
-from stage03_engine.nodes.messages import CONTROL, encode
+from stage03_engine.nodes.messages import CONTROL, Ping, Refusal, Welcome, encode
 from stage03_engine.nodes.sameness import differences, facts_of
 from stage03_engine.nodes.secure_sockets import Connection
 from stage03_engine.sampling_params import SamplingParams
@@ -150,6 +152,7 @@ def check_recording(folder: Path) -> None:
 # What a machine is refused for
 
 
+@pytest.mark.slow
 def test_machines_that_do_not_fit_are_refused_and_the_right_one_is_welcome(
     expected: list[list[int]], port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,6 +251,40 @@ def test_a_worker_finds_the_file_with_the_secret(monkeypatch: pytest.MonkeyPatch
         assert found == {SECRET_FILE: str(tmp_path / "secret"), SECRET_REQUIRED: "true"}
 
 
+def head_of(
+    port: int, welcome: Callable[[JoinEngine], StartWorkers], fail: Callable[[str], object]
+) -> tuple[Nodes, JoinEngine]:
+    """Machine 0, which listens; and what machine 1 says to it."""
+    settings = {**SETTINGS, **TWO, "master_port": port, "node_secret_required": False}
+    config = EngineArgs.from_kwargs(model="gpt2-tiny", **settings)
+    nodes = Nodes(config, welcome, lambda lane, code: None, fail)
+    nodes.start()
+    facts = facts_of(config)
+    return nodes, JoinEngine("1", [1], facts, 0, nnodes=2, model_path=None, tokenizer_path=None, num_threads=None)
+
+
+def test_who_does_not_fit_is_refused_and_who_fits_is_welcome(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the head answers. (Machines that say it: above.)"""
+    nodes, join = head_of(port, lambda join: StartWorkers({1: "lane"}, "place"), pytest.fail)
+    said: list[Any] = []
+    monkeypatch.setattr(nodes, "send_frames", lambda peer, frames: said.append(decode_order(frames[1])) or True)
+    try:
+        for changed, why in (
+            ({"facts": join.facts | {"weights": "others"}}, r"weights is model\.safetensors.* and others on the node"),
+            ({"nnodes": 3}, "nnodes is 2 on the head and 3 on the node"),
+            ({"numbers": [2]}, "node_rank 2 is not that of another machine"),
+        ):
+            nodes._obey(b"odd", msgspec.structs.replace(join, **changed))
+            [refusal], said[:] = said, []
+            assert isinstance(refusal, Refusal) and re.search(why, refusal.message) and not nodes.nodes
+        nodes._obey(b"right", join)
+        nodes._obey(b"second", join)
+        assert [type(order) for order in said] == [Welcome, StartWorkers, Ping, Refusal]
+        assert said[-1].message == "node_rank 1 is taken by node 1"
+    finally:
+        nodes.close("the test is over")
+
+
 def test_a_thread_that_fails_ends_the_engine(port: int) -> None:
     """A bug while the head listens must not leave the engine waiting for machines that nobody hears."""
 
@@ -255,16 +292,10 @@ def test_a_thread_that_fails_ends_the_engine(port: int) -> None:
         raise ZeroDivisionError(join.name)
 
     reasons: queue.Queue[str] = queue.Queue()
-    settings = {**SETTINGS, **TWO, "master_port": port, "node_secret_required": False}
-    config = EngineArgs.from_kwargs(model="gpt2-tiny", **settings)
-    nodes = Nodes(config, welcome, lambda lane, code: None, reasons.put)
-    nodes.start()
+    nodes, join = head_of(port, welcome, reasons.put)
     context = zmq.Context()
     connection = Connection(context, zmq.DEALER, nodes.address, None, b"node1")
     try:
-        join = JoinEngine(
-            "1", [1], facts_of(config), 0, nnodes=2, model_path=None, tokenizer_path=None, num_threads=None
-        )
         connection.send(CONTROL, encode(join))
         assert "ZeroDivisionError" in reasons.get(timeout=PATIENCE)
     finally:
@@ -319,6 +350,7 @@ def test_a_worker_that_is_killed_elsewhere_ends_the_engine_with_its_name(port: i
         assert f"the head at 127.0.0.1:{port + 1} ended: Worker_TP1 ended unexpectedly" in error_of(other, 1)
 
 
+@pytest.mark.slow(keep="9")
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_a_machine_that_ends_ends_the_engine(how: signal.Signals, port: int) -> None:
     with machine(port) as other, LLM("gpt2-tiny", **SETTINGS, **TWO, master_port=port) as llm:

@@ -45,6 +45,7 @@ def check_guesses(llm: LLM, model: Any, tensors: dict[str, Tensor], prompts: lis
     return sum(len(token_ids) for _, token_ids in seen)
 
 
+@pytest.mark.slow(keep="preemption, swap")
 @pytest.mark.parametrize("name", ["roomy", "small chunks", "preemption, small chunks", "preemption, swap"])
 def test_the_guesses_are_those_of_a_plain_pass(name: str, learned: str) -> None:
     """Whatever happened to the request before: chunks, a shared beginning, drafts that stood and fell, preemption."""
@@ -159,6 +160,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
             LLM("gpt2-tiny", **COMMON | ROOMY, speculative_config=spec(folder))
 
 
+@pytest.mark.slow
 def test_beside_a_folder_of_blocks(tmp_path: Path, learned: str) -> None:
     """They have no keys and values that such a folder would lack: the second engine finds the blocks of the first."""
     folder = {

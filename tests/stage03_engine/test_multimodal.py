@@ -494,5 +494,5 @@ def test_what_the_trace_shows(folder: Path, tmp_path: Path) -> None:
 def test_a_reader_gets_a_model_that_sees_without_a_download(script: str, tmp_path: Path) -> None:
     """As the README says: the folder is one that the engine takes."""
     made = tmp_path / "model"
-    subprocess.run([sys.executable, str(Path(__file__).parent.parent / script), str(made)], check=True)
+    subprocess.run([sys.executable, str(Path(__file__).parent.parent / "support" / script), str(made)], check=True)
     assert EngineArgs.from_kwargs(model=str(made)).shape.image_token is not None

@@ -108,6 +108,7 @@ def asked(url: str) -> list[int]:
     return ids
 
 
+@pytest.mark.slow(keep="vllm.g")
 @pytest.mark.parametrize("group", ["vllm.general_plugins", "vllm_in_stages.general_plugins"])
 def test_a_package_s_model_serves_in_the_engine_process(group: str, site: Path, folder: Path) -> None:
     install(site, group, "gloam = gloam:register,other = gloam:for_vllm_alone")
@@ -161,6 +162,7 @@ AT_CHECK = {
 }
 
 
+@pytest.mark.slow(keep=("wrongly", "bad_reader"))
 @pytest.mark.parametrize("name", AT_CHECK)
 def test_what_the_settings_show_is_refused_before_a_start(name: str, site: Path, folder: Path) -> None:
     install(site, "vllm.general_plugins", f"gloam = gloam:{name}")
@@ -175,6 +177,7 @@ LATER = {
 }
 
 
+@pytest.mark.slow(keep="raises")
 @pytest.mark.parametrize("name", LATER)
 def test_what_only_the_class_shows_is_one_line(name: str, site: Path, folder: Path) -> None:
     install(site, "vllm.general_plugins", f"gloam = gloam:{name}")

@@ -110,6 +110,7 @@ def test_it_may_have_several_workers_each_of_ones_own(notes: Path, expected: lis
     assert found["step"] == {os.getpid()} and len(found["worker"]) == 2 and os.getpid() not in found["worker"]
 
 
+@pytest.mark.slow(keep="mp")
 @pytest.mark.parametrize("backend", [None, "mp"])
 def test_a_worker_of_ones_own_serves(
     backend: str | None, notes: Path, tmp_path: Path, expected: list[list[int]]

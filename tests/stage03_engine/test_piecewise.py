@@ -131,6 +131,7 @@ def test_steps_with_adapters_run_and_the_others_are_replayed(tmp_path: Path) -> 
     assert modes == ["PIECEWISE"] * 4 + ["NONE"] * 4 + ["PIECEWISE"] * 4 + ["NONE"] * 4
 
 
+@pytest.mark.slow(keep=("gpt2-preempted", "llama-chunks wider", "gpt2-8-bit", "gpt2-a model"))
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_tokens_are_the_same(model: str, name: str) -> None:
     settings = {"compilation_config": PIECES} | SETTINGS[name]
@@ -365,6 +366,7 @@ def last_step_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 WHOLE = [settings_of_the_first_step, settings_of_the_warm_up, settings_as_numbers, last_step_tokens]
 
 
+@pytest.mark.slow(keep=("settings_as_numbers", "last_step_tokens"))
 @pytest.mark.parametrize("mistake", WHOLE, ids=lambda mistake: mistake.__name__)
 def test_a_mistake_in_whole_steps_turns_red(
     one_layer: str, mistake: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch

@@ -54,6 +54,7 @@ def test_two_stages_give_the_same_tokens_and_work_at_the_same_time(expected: lis
     assert [result.difference for result in replay(tmp_path)] == [None]
 
 
+@pytest.mark.slow
 def test_two_stages_of_two_slices_give_the_same_tokens(expected: list[list[int]]) -> None:
     with LLM(**SMALL, pipeline_parallel_size=2, tensor_parallel_size=2) as llm:
         assert answers(llm) == expected

@@ -38,7 +38,7 @@ KINDS: list[dict[str, Any]] = [
     *every_kind.BACKENDS,
     {"tensor_parallel_size": 2}, {"distributed_executor_backend": "mp"}, {"async_scheduling": True}, {"quantization": "int8"}, {"dtype": "bfloat16"},
     {"max_num_batched_tokens": 16, "max_num_seqs": 3}, {"num_gpu_blocks_override": 14, "block_size": 8}, {"enable_prefix_caching": False},
-    {"num_gpu_blocks_override": 14, "block_size": 8, "swap_space": 1, "preemption_mode": "swap"}, {"batch_invariant": True}, {"kv_cache_dtype": "int8"},
+    {"num_gpu_blocks_override": 14, "block_size": 8, "swap_space": 0.01, "preemption_mode": "swap"}, {"batch_invariant": True}, {"kv_cache_dtype": "int8"},
     {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}}, {"enforce_eager": True},
     {"speculative_config": {"model": "gpt2-tiny-draft", "num_speculative_tokens": 3}}, {"scheduling_policy": "fair"},
 ]  # fmt: skip
@@ -122,6 +122,16 @@ def test_a_tensor_is_a_prompt_on_an_event_loop(model: str, table: torch.Tensor) 
     assert first == second
 
 
+@pytest.mark.slow(
+    keep=(
+        "linear_backend=native",
+        "tensor_parallel",
+        "preemption_mode=swap",
+        "max_num_batched_tokens",
+        "model=gpt2-tiny-draft",
+        "method=ngram",
+    )
+)
 @pytest.mark.parametrize("kind", KINDS, ids=name_of)
 def test_the_tables_own_rows_give_the_tokens_that_the_ids_give(
     model: str, table: torch.Tensor, kind: dict[str, Any]

@@ -225,6 +225,7 @@ def test_most_greedy_tokens_are_those_of_float32(int8_answers: list[list[int]]) 
     assert sum(a == b for a, b in pairs) >= 0.7 * len(pairs)
 
 
+@pytest.mark.slow(keep=("enable_prefix", "speculative"))
 @pytest.mark.parametrize(
     "settings",
     [
@@ -271,6 +272,7 @@ def int4_answers() -> list[list[int]]:
         return answers(llm)
 
 
+@pytest.mark.slow(keep="enable_prefix")
 @pytest.mark.parametrize(
     "settings",
     [
@@ -419,26 +421,15 @@ def test_triton_s_backends_have_a_kernel(method: str) -> None:
     assert product_of(by_hand, method)[0] == METHODS[method][0]
 
 
-@pytest.mark.parametrize("method", ["int8", "fp8"])
-def test_the_kernel_of_a_byte_a_weight_makes_the_twin_s_logits(method: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["int8", "fp8", "int4"])
+def test_the_kernel_makes_the_twin_s_logits(method: str, tmp_path: Path) -> None:
     folder, logits = first_layers(tmp_path / "model", 1), []
     for backend in ("auto", "torch"):
         config = chosen(model=folder, quantization=method, linear_backend=backend, attention_backend="triton-interpret")
         runner = ModelRunner(config, CPU)
         runner.load_model()
         names = {type(layer.product).__name__ for layer in runner.model.modules() if isinstance(layer, Linear)}
-        assert names == {"TritonByteLinear" if backend == "auto" else f"Torch{method.capitalize()}Linear"}
+        ours = "TritonInt4Linear" if method == "int4" else "TritonByteLinear"
+        assert names == {ours if backend == "auto" else f"Torch{method.capitalize()}Linear"}
         logits.append(accuracy.logits_of(runner.model, config, torch.arange(5, 21), torch.float32))
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
-
-
-def test_the_kernel_for_int4_serves(tmp_path: Path) -> None:
-    folder, found = first_layers(tmp_path / "model", 1), []
-    for backend in ("auto", "torch"):
-        settings = COMMON | {"linear_backend": backend, "attention_backend": "triton-interpret", "dtype": "float32"}
-        with LLM(folder, quantization="int4", **settings) as llm:
-            model = llm.engine_core._core.executor.worker.model_runner.model  # type: ignore[attr-defined]
-            names = {type(layer.product).__name__ for layer in model.modules() if hasattr(layer, "product")}
-            assert names == {"TritonInt4Linear" if backend == "auto" else "TorchInt4Linear"}
-            found.append(answers(llm))
-    assert found[0] == found[1]

@@ -165,26 +165,27 @@ def test_inputs_have_the_bits_that_the_checkpoint_asks_for(
         assert (found - exact).abs().max() < (1e-4 if bits == 16 else 2e-2) * exact.abs().max(), case
 
 
-def test_triton_s_kernel_multiplies_by_the_codes_of_a_checkpoint(made: Callable[[str, str], tuple[Path, Path]]) -> None:
+TRITON = {
+    "gptq act-order": "Int4", "awq": "Int4", "packed zeros": "Int4", "int8": "Byte", "gptq 8 bits, one group": "Byte",
+}  # fmt: skip
+
+
+@pytest.mark.slow(keep=("act-order", "int8"))
+@pytest.mark.parametrize("case", TRITON)
+def test_triton_s_kernel_multiplies_by_the_codes_of_a_checkpoint(
+    case: str, made: Callable[[str, str], tuple[Path, Path]]
+) -> None:
     """Act-order and zeros included, and whole numbers of 8 bits: the logits are the twin's."""
-    kernels = {
-        "gptq act-order": "Int4",
-        "awq": "Int4",
-        "packed zeros": "Int4",
-        "int8": "Byte",
-        "gptq 8 bits, one group": "Byte",
-    }
-    for case, kernel in kernels.items():
-        logits = []
-        for folder, backend in zip(made("llama", case), ("auto", "torch"), strict=True):
-            settings = COMMON | {"linear_backend": backend, "attention_backend": "triton-interpret"}
-            config = EngineArgs.from_kwargs(model=str(folder), **settings)
-            runner = ModelRunner(config, CPU)
-            runner.load_model()
-            logits.append(logits_of(runner.model, config, torch.arange(5, 25), torch.float32))
-            product = runner.model.get_submodule("layers.0.self_attn.o_proj").product
-            assert type(product).__name__ == (f"Triton{kernel}Linear" if backend == "auto" else "NoneType")
-        torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+    logits = []
+    for folder, backend in zip(made("llama", case), ("auto", "torch"), strict=True):
+        settings = COMMON | {"linear_backend": backend, "attention_backend": "triton-interpret"}
+        config = EngineArgs.from_kwargs(model=str(folder), **settings)
+        runner = ModelRunner(config, CPU)
+        runner.load_model()
+        logits.append(logits_of(runner.model, config, torch.arange(5, 25), torch.float32))
+        product = runner.model.get_submodule("layers.0.self_attn.o_proj").product
+        assert type(product).__name__ == (f"Triton{TRITON[case]}Linear" if backend == "auto" else "NoneType")
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
 
 
 def weights_scale(folder: Path, layer: str) -> Tensor:

@@ -49,6 +49,7 @@ def scales_of(folder: Path) -> list[str]:
     return [name for name in load_file(folder / "model.safetensors") if name.startswith(LAYER) and "scale" in name]
 
 
+@pytest.mark.slow(keep=("gptq act", "awq]", "fp8 blocks", "packed zeros", "int8 tensor"))
 @pytest.mark.parametrize("case", CASES)
 def test_a_scale_that_cannot_be_right_is_refused(case: str, made: Make, tmp_path: Path) -> None:
     names = scales_of(made(case))

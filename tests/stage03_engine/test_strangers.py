@@ -403,6 +403,7 @@ def test_the_page_has_a_row_for_each_port() -> None:
     }
 
 
+@pytest.mark.slow(keep=("plain", "dp over"))
 @LINUX
 @pytest.mark.parametrize(
     "form", [pytest.param(form, marks=[pytest.mark.long] if form in LONG else []) for form in FORMS]
