@@ -1,6 +1,6 @@
 """The exercises in the browser: the judges' verdicts are those of `stages course check`, what never ends is ended, and what was done is kept.
 
-`-m long` runs Chromium with Pyodide. PYODIDE_DIR holds what `stages book --pyodide` wants (stage01_cli/tools/book/README.md).
+`make test-all` runs Chromium with Pyodide. PYODIDE_DIR holds what `stages book --pyodide` wants (stage01_cli/tools/book/README.md).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from parts import pyodide_folder
 from patience import PATIENCE
 
 from stage01_cli.tools.book.exercise_page import build_page, here, missing_wheels, write_page, write_sources
@@ -95,14 +96,14 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    given = os.environ.get("PYODIDE_DIR")
-    if not given or missing_wheels(Path(given)):
+    given = pyodide_folder()
+    if given is None or missing_wheels(given):
         pytest.skip(
             "PYODIDE_DIR does not say where Pyodide and the judges' wheels are (stage01_cli/tools/book/README.md)"
         )
     folder = tmp_path_factory.mktemp("book") / "lab"
-    list(write_site(folder, Path(given)))
-    write_page(folder, Path(given))
+    list(write_site(folder, given))
+    write_page(folder, given)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Quiet, directory=str(folder))) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/"
@@ -134,7 +135,7 @@ class Exercises:
         assert not self.problems
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_verdicts_of_a_page(browser: Any, site: str, tmp_path: Path) -> None:
     opened = Exercises(browser, site, POOL.name)
     page = opened.page
@@ -161,7 +162,7 @@ def test_the_verdicts_of_a_page(browser: Any, site: str, tmp_path: Path) -> None
     opened.close()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_loop_without_an_end_is_ended(browser: Any, site: str) -> None:
     opened = Exercises(browser, site, POOL.name)
     page = opened.page
@@ -176,7 +177,7 @@ def test_a_loop_without_an_end_is_ended(browser: Any, site: str) -> None:
     opened.close()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [number for number, each in sorted(exercises().items()) if here(each)])
 def test_an_honest_solution_passes_in_the_browser(browser: Any, site: str, number: int) -> None:
     opened = Exercises(browser, site, find(number).name)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import http.server
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -18,6 +17,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from parts import pyodide_folder
 from patience import PATIENCE
 
 from stage01_cli.tools.lab.bench import KINDS
@@ -483,13 +483,13 @@ def test_without_the_server_it_says_so(browser: Any, url: str) -> None:
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The folder of `stages lab --static`, behind Python's own web server. PYODIDE_DIR holds what `--pyodide` wants."""
-    folder = os.environ.get("PYODIDE_DIR")
-    if not folder:
+    folder = pyodide_folder()
+    if folder is None:
         pytest.skip(
             "PYODIDE_DIR does not say where Pyodide and msgspec's wheel for it are (stage01_cli/tools/lab/README.md)"
         )
     site = tmp_path_factory.mktemp("site")
-    list(write_site(site, Path(folder)))
+    list(write_site(site, folder))
     handler = functools.partial(QuietHandler, directory=str(site))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -1,6 +1,6 @@
 """Your own text in the browser: the tokenizer and the model in JavaScript are the engine's, under the same scheduler and block pool.
 
-`-m long` opens the page with Pyodide; PYODIDE_DIR holds what `stages book --pyodide` wants (stage01_cli/tools/book/README.md).
+`make test-all` opens the page with Pyodide; PYODIDE_DIR holds what `stages book --pyodide` wants (stage01_cli/tools/book/README.md).
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import http.server
 import json
-import os
 import shutil
 import sys
 import threading
@@ -20,6 +19,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
+from parts import pyodide_folder
 from patience import PATIENCE
 from tokenizers import Tokenizer
 
@@ -153,13 +153,13 @@ def test_what_cannot_be_sent_is_refused_in_a_sentence(script: Any) -> None:
     assert engine.state()["idle"] and engine.state()["requests"] == []
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_page(browser: Any, tmp_path: Path, expected: list[list[int]]) -> None:
-    given_folder = os.environ.get("PYODIDE_DIR")
-    if not given_folder:
+    given_folder = pyodide_folder()
+    if given_folder is None:
         pytest.skip("PYODIDE_DIR does not say where Pyodide is (stage01_cli/tools/book/README.md)")
     folder = tmp_path / "lab"
-    list(write_site(folder, Path(given_folder)))
+    list(write_site(folder, given_folder))
     write_page(folder)
     with served(folder) as site:
         page = browser.new_page()

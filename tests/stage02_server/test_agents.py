@@ -18,7 +18,7 @@ from closing_gpt2 import closing_model
 from pydantic import BaseModel, Field
 from server_under_test import ServerProcess
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 SUN_OR_MOON = ("sun", "moon")
 
 

@@ -216,7 +216,8 @@ class Collector:
                     {"tests": self.account.tests, "rows": self.account.rows, "factors": self.account.factors}, indent=0
                 )
             )
-        if not self.config.getoption("all") and not self.config.option.markexpr.startswith("long"):
+        whole = not any("::" in argument for argument in self.config.args)  # not tests by their names
+        if whole and not self.config.getoption("all") and not self.config.option.markexpr.startswith("long"):
             self.over = self.account.over(*read_table())
         if self.over and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
