@@ -502,6 +502,7 @@ class QuietHandler(http.server.SimpleHTTPRequestHandler):
         pass
 
 
+@pytest.mark.slow
 def test_the_static_page_runs_the_same_python_in_the_browser(browser: Any, site: str) -> None:
     lab = Lab(browser, site)
     for each in NAMED:
@@ -518,6 +519,7 @@ def test_the_static_page_runs_the_same_python_in_the_browser(browser: Any, site:
     lab.close()
 
 
+@pytest.mark.slow
 def test_a_scheduler_that_loops_in_the_browser_is_ended(browser: Any, site: str) -> None:
     lab = Lab(browser, site)
     lab.use("own")
