@@ -145,6 +145,9 @@ def test_random_weights_will_do(folder: Path) -> None:
     engine.core.shutdown()
 
 
+@pytest.mark.slow(
+    keep=("chunks of 5", "odd blocks", "preempted, one picture", "preempted, swapped", "preempted, ahead", "drafts")
+)
 @pytest.mark.parametrize("name", ALL)
 def test_no_setting_changes_an_answer(name: str, folder: Path, expected: dict[str, list[int]]) -> None:
     preempts = name.startswith("preempted")
