@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import runpy
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -145,6 +145,9 @@ def test_random_weights_will_do(folder: Path) -> None:
     engine.core.shutdown()
 
 
+@pytest.mark.slow(
+    keep=("chunks of 5", "odd blocks", "preempted, one picture", "preempted, swapped", "preempted, ahead", "drafts")
+)
 @pytest.mark.parametrize("name", ALL)
 def test_no_setting_changes_an_answer(name: str, folder: Path, expected: dict[str, list[int]]) -> None:
     preempts = name.startswith("preempted")
@@ -491,8 +494,11 @@ def test_what_the_trace_shows(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("script", ["small_llava.py", "small_qwen2_vl.py"])
-def test_a_reader_gets_a_model_that_sees_without_a_download(script: str, tmp_path: Path) -> None:
+def test_a_reader_gets_a_model_that_sees_without_a_download(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As the README says: the folder is one that the engine takes."""
     made = tmp_path / "model"
-    subprocess.run([sys.executable, str(Path(__file__).parent.parent / "support" / script), str(made)], check=True)
+    monkeypatch.setattr(sys, "argv", [script, str(made)])
+    runpy.run_path(str(Path(__file__).parents[1] / "support" / script), run_name="__main__")
     assert EngineArgs.from_kwargs(model=str(made)).shape.image_token is not None

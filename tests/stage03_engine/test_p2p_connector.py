@@ -177,7 +177,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 mixes = st.lists(st.tuples(st.sampled_from(sorted(HOW)), st.integers(0, len(PROMPTS) - 1)), min_size=1, max_size=7)
 
 
-@pytest.mark.slow(keep=("chunks", "preempted"))
+@pytest.mark.slow(keep="preempted")
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_two_engines_give_the_tokens_of_one(name: str, model: str, alone: dict[tuple[str, int], list[int]]) -> None:
     pair = Pair(model, **CONFIGURATIONS[name])

@@ -366,7 +366,7 @@ def last_step_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 WHOLE = [settings_of_the_first_step, settings_of_the_warm_up, settings_as_numbers, last_step_tokens]
 
 
-@pytest.mark.slow(keep=("settings_as_numbers", "last_step_tokens"))
+@pytest.mark.slow
 @pytest.mark.parametrize("mistake", WHOLE, ids=lambda mistake: mistake.__name__)
 def test_a_mistake_in_whole_steps_turns_red(
     one_layer: str, mistake: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch

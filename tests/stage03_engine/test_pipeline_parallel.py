@@ -178,7 +178,7 @@ def test_every_kind_of_request_gets_the_same_answer(settings: dict[str, Any]) ->
     assert both[0] == both[1]
 
 
-@pytest.mark.slow(keep=("{}", "int8"))
+@pytest.mark.slow(keep="{}")
 @pytest.mark.parametrize(
     "settings",
     [

@@ -125,7 +125,6 @@ def test_a_tensor_is_a_prompt_on_an_event_loop(model: str, table: torch.Tensor) 
 @pytest.mark.slow(
     keep=(
         "linear_backend=native",
-        "tensor_parallel",
         "preemption_mode=swap",
         "max_num_batched_tokens",
         "model=gpt2-tiny-draft",

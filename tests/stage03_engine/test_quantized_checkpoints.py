@@ -52,6 +52,7 @@ def made(plain: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Ca
     return make
 
 
+@pytest.mark.slow(keep=("llama", "gptq act", "awq]", "packed zeros", "int8 tensor", "fp8 blocks"))
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_weights_are_the_numbers_that_the_checkpoint_stands_for(
@@ -99,6 +100,7 @@ def test_four_bits_stay_packed_and_eight_with_one_scale(
         assert (event.args["bytes_after"] < 1.2 * event.args["bytes_before"]) is packed
 
 
+@pytest.mark.slow(keep=("act-order", "packed zeros", "llama-fp8", "int8 zeros"))
 @pytest.mark.parametrize(
     "case",
     ["gptq", "gptq act-order", "awq", "gptq 8 bits", "packed zeros", "fp8", *sorted(BY_8 | BY_8_LLAMA), "int8 zeros"],

@@ -181,6 +181,9 @@ def test_random_weights_will_do(folder: Path) -> None:
 FEW_BLOCKS = {"block_size": 4, "num_gpu_blocks_override": 36, "max_model_len": 140}
 
 
+@pytest.mark.slow(
+    keep=("chunks of 5", "odd blocks", "preempted, one picture", "preempted, swapped", "preempted, ahead", "drafts")
+)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_no_setting_changes_an_answer(name: str, folder: Path, expected: dict[str, list[int]]) -> None:
     preempts = name.startswith("preempted")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given, strategies as st
+from hypothesis import example, given, settings, strategies as st
 from toy_engine import STEM, AsyncToyEngine, PipelineToyEngine, ToyEngine, random_life, record
 
 from stage01_cli.main import main
@@ -302,6 +302,7 @@ def test_a_changed_recording_is_found_out_at_the_change(what: str, tmp_path: Pat
     assert difference is not None and difference.step == line["step"]
 
 
+@settings(max_examples=settings().max_examples // 2)
 @given(st.data())
 def test_a_recording_that_lacks_a_line_is_refused(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -313,6 +314,7 @@ def test_a_recording_that_lacks_a_line_is_refused(data: st.DataObject) -> None:
             replay(folder)
 
 
+@settings(max_examples=settings().max_examples // 2)
 @given(st.data())
 def test_a_recording_that_was_cut_off_is_reproduced_up_to_there(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -58,7 +58,7 @@ def runner_of(llm: LLM) -> Any:
     return llm.engine_core._core.executor.worker.model_runner  # type: ignore[attr-defined]
 
 
-@pytest.mark.slow(keep=("native0", "int8]", "2_0", "0.001"))
+@pytest.mark.slow(keep=("native0", "int8]", "0.001"))
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(f"{value}" for value in kind.values()))
 def test_the_tokens_are_the_same_after_waking(model: str, kind: dict[str, Any]) -> None:
     with LLM(model, **SMALL | kind) as llm:

@@ -53,6 +53,7 @@ HEAVY = {
 }  # fmt: skip
 
 
+@pytest.mark.slow(keep="usual")
 @pytest.mark.parametrize(("seconds", "wrong", "heavy"), [(2.0, BAD, HEAVY), (0.1, SLOW, {})], ids=["usual", "short"])
 def test_bad_grammars_end_alone_and_heavy_ones_stay_within_bounds(
     seconds: float, wrong: dict[str, tuple[Wanted, str]], heavy: dict[str, Wanted]

@@ -77,7 +77,7 @@ def name_of(kind: dict[str, Any]) -> str:
     return "-".join(f"{key}={value}" for key, value in kind.items())
 
 
-@pytest.mark.slow(keep=("linear_backend=native", "quantization=int8", "tensor_parallel"))
+@pytest.mark.slow(keep=("int8_per", "tensor_parallel"))
 @pytest.mark.parametrize("kind", KINDS, ids=name_of)
 def test_the_tokens_are_those_of_a_fresh_engine(model: str, other: str, kind: dict[str, Any]) -> None:
     with LLM(other, **SMALL | kind | ({"load_format": "auto"} if "load_format" in kind else {})) as llm:
@@ -187,7 +187,7 @@ SIGNALS: dict[int, tuple[Any, type[BaseException]]] = {
 }
 
 
-@pytest.mark.slow(keep=("here-prepare_weights-SIGINT", "here-update_weights-SIGTERM"))
+@pytest.mark.slow(keep="here-update_weights-SIGTERM")
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: signal.Signals(number).name)
 @pytest.mark.parametrize("method", ["prepare_weights", "update_weights"])
 @pytest.mark.parametrize("multiprocess", [False, True], ids=["here", "in a process"])
@@ -356,6 +356,7 @@ def test_several_engines_take_them_all_or_none(model: str, other: str, expected:
     asyncio.run(asyncio.wait_for(run(), PATIENCE))
 
 
+@pytest.mark.slow(keep="prepare_weights")
 @pytest.mark.parametrize("method", ["prepare_weights", "update_weights"])
 def test_who_is_cancelled_leaves_an_engine_with_new_weights(
     model: str, other: str, expected: list[list[int]], method: str, monkeypatch: pytest.MonkeyPatch

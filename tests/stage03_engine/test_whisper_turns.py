@@ -61,7 +61,7 @@ def run(core: WhisperCore) -> list[dict[str, int]]:
 
 def test_the_crowd_of_one_key_does_not_keep_another_waiting(make: Make, folder: Path) -> None:
     core = make("fair")
-    for number in range(40):
+    for number in range(12):
         ask(core, folder, f"a{number}", A)
     for _ in range(3):
         core.step()
@@ -80,7 +80,7 @@ def test_with_fcfs_they_come_in_the_order_of_their_arrival(make: Make, folder: P
     assert first == sorted(first) and len(first) == 12
 
 
-@settings(max_examples=20)
+@settings(max_examples=settings().max_examples // 3)
 @given(
     policy=st.sampled_from(["fair", "fcfs", "priority"]),
     asked=st.lists(st.tuples(st.sampled_from([None, 0, 1, 2]), st.integers(1, 4), st.booleans()), max_size=25),
