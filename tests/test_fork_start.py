@@ -77,6 +77,7 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     return {name: (value, other[name]) for name, value in one.items() if value != other[name]}
 
 
+@pytest.mark.slow(keep=("environment", "input", "session", "umask"))
 @pytest.mark.parametrize(
     "how",
     [
@@ -135,6 +136,7 @@ ENDS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow(keep=("message", "error", "Ctrl-C", "killed", "at the end", "left open", "hidden"))
 @pytest.mark.parametrize("case", ENDS)
 def test_it_writes_and_ends_as_another_does(case: str, tmp_path: Path) -> None:
     def run() -> Any:
@@ -145,6 +147,7 @@ def test_it_writes_and_ends_as_another_does(case: str, tmp_path: Path) -> None:
     assert forked == plain
 
 
+@pytest.mark.slow(keep="words2")
 @pytest.mark.parametrize("words", [["--help"], ["serve", "--help"], ["serve", "gpt2-tiny", "--port", "x"], []])
 def test_a_module_runs_as_another_does(words: list[str]) -> None:
     def run() -> Any:
@@ -173,6 +176,7 @@ def test_a_file_runs_as_another_does(tmp_path: Path) -> None:
     assert forked == plain
 
 
+@pytest.mark.slow(keep="torch.py")
 @pytest.mark.parametrize("name", ["sitecustomize.py", "torch.py", "numpy"])
 def test_a_folder_with_a_module_of_a_librarys_name_comes_first(name: str, tmp_path: Path) -> None:
     (tmp_path / name).mkdir()
@@ -273,6 +277,7 @@ def test_it_is_found_by_its_command_line_and_is_a_child() -> None:
     assert not psutil.pid_exists(process.pid)
 
 
+@pytest.mark.slow(keep=("hashes", "bare", "open descriptors", "code before"))
 @pytest.mark.parametrize(
     "how",
     [

@@ -99,6 +99,7 @@ def stages(site: Path, *words: str, program: str = "stage01_cli", **variables: s
     )  # fmt: skip
 
 
+@pytest.mark.slow(keep=("None", "other, top_a", "other-False"))
 @pytest.mark.parametrize(
     ("allowed", "comes"), [(None, True), ("top_a", True), ("other, top_a", True), ("", False), ("other", False)]
 )
@@ -153,6 +154,9 @@ def test_a_package_takes_no_setting_of_another(section: str, said: str, tmp_path
     assert (ended.returncode, ended.stderr) == (2, f"stages: error: {said}\n")
 
 
+@pytest.mark.slow(
+    keep=("--help-gone", "stage01_cli serve gpt2-tiny --dry-run-raises", "stage02_server serve gpt2-tiny --dry-run-os")
+)
 @pytest.mark.parametrize("names", ["gone:FEATURE", "os:sep", "raises:FEATURE"])
 @pytest.mark.parametrize(
     "words",

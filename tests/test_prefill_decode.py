@@ -73,6 +73,7 @@ def test_one_address_and_the_tokens_of_one_engine(several: Several, expected: li
     wait_until_no_block_is_used(several.url)
 
 
+@pytest.mark.slow
 def test_streams_of_every_kind_are_those_of_one_engine(several: Several) -> None:
     """Sampled, several answers, logprobs, grammars, echo; the same again from a plain server."""
     same = {"max_tokens": MAX_TOKENS, "ignore_eos": True}
@@ -100,6 +101,7 @@ def test_streams_of_every_kind_are_those_of_one_engine(several: Several) -> None
     wait_until_no_block_is_used(several.url)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["EngineCore_DP0", "EngineCore_DP2"])
 def test_an_engine_is_killed_under_32_clients(name: str, several: Several, expected: list[str]) -> None:
     """A prefill engine, or a decode engine: each client gets the whole answer, and nobody an error."""
@@ -186,6 +188,7 @@ def test_one_of_each_survives_the_death_of_either(expected: list[str]) -> None:
         one.server.close()
 
 
+@pytest.mark.slow
 def test_the_recording_shows_the_way_of_each_block(tmp_path: Path) -> None:
     """From the prefill engine to the decode engine, by cause; the same prompt again goes straight to the one that has it. All is consistent."""
     one = Several("--disaggregate", "1:1", "--trace", str(tmp_path))

@@ -14,6 +14,8 @@ from patience import PATIENCE
 from test_engines_die import Several, _kill_under_load
 from test_prefill_decode import STEMS, metric, wait_until_no_block_is_used
 
+pytestmark = pytest.mark.slow  # two engines in one process, and test_pairs, have the same in parts
+
 FORMS: dict[str, tuple[str, ...]] = {
     "early decisions": ("--async-scheduling",),
     "batch invariant": ("--batch-invariant",),

@@ -22,6 +22,7 @@ from patience import PATIENCE
 from server_under_test import ServerProcess
 
 import stage01_cli.main
+import stage02_server.__main__
 import stage03_engine.__main__
 import stage03_engine.llm.command
 import stage04_kernels.__main__
@@ -49,7 +50,12 @@ def commands() -> Iterator[tuple[str, str]]:
                     yield str(readme.relative_to(ROOT)), line.removeprefix(prompt)
 
 
-COMMANDS = [pytest.param(command, id=f"{where}: {command[:60]}") for where, command in commands()]
+DEAR = ("python -m stage04_kernels bench",)
+"""Seconds of measuring, for a table that nobody checks."""
+COMMANDS = [
+    pytest.param(command, id=f"{where}: {command[:60]}", marks=[pytest.mark.slow] if command.startswith(DEAR) else [])
+    for where, command in commands()
+]
 
 
 RUN_ELSEWHERE = {
@@ -104,6 +110,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[list
 PROGRAMS: dict[tuple[str, ...], Callable[[], int]] = {
     ("stages",): stage01_cli.main.main,
     ("python", "-m", "stagetrace"): stagetrace.__main__.main,
+    ("python", "-m", "stage02_server"): stage02_server.__main__.main,
     ("python", "-m", "stage03_engine"): stage03_engine.__main__.main,
     ("python", "-m", "stage04_kernels"): stage04_kernels.__main__.main,
 }
@@ -153,7 +160,8 @@ def test_command(
     if words[0] == "make":
         return check_make(words)
     if is_serve(words):
-        assert httpx.get(started(words).url + "/health").status_code == 200
+        words = [str(tmp_path) if before == "--trace" else word for before, word in zip(["", *words], words)]
+        assert run_here([word for word in [*words, "--dry-run"] if word != "--trace-console"]) == 0
         return
     if words[:2] == ["stages", "router"]:
         with contextlib.closing(
@@ -182,6 +190,12 @@ def test_command(
         timeout=PATIENCE,
     )
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [each for each in COMMANDS if is_serve(shlex.split(str(each.values[0])))])
+def test_server_of_a_command(command: str, started: Callable[[list[str]], ServerProcess]) -> None:
+    assert httpx.get(started(shlex.split(command)).url + "/health").status_code == 200
 
 
 def test_the_readmes_show_commands_and_link_to_what_exists() -> None:

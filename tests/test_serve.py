@@ -160,6 +160,7 @@ def test_the_api_process_is_small_and_without_torch(server: ServerProcess) -> No
         assert "libtorch" not in maps.read_text()
 
 
+@pytest.mark.slow
 def test_sigterm_lets_running_requests_finish(start: Callable[..., ServerProcess]) -> None:
     server = start()
     engine = engine_of(server)
@@ -175,6 +176,7 @@ def test_sigterm_lets_running_requests_finish(start: Callable[..., ServerProcess
     assert not engine.is_running()
 
 
+@pytest.mark.slow(keep=("args0", "args2"))
 @pytest.mark.parametrize(
     ("args", "words"),
     [

@@ -97,6 +97,7 @@ def said(stages: Path, folder: Path, *words: str) -> subprocess.CompletedProcess
     return subprocess.run([stages, *words], cwd=folder, capture_output=True, text=True, timeout=PATIENCE)
 
 
+@pytest.mark.slow
 def test_what_it_lacks_is_said_in_one_line(stages: Path, nowhere: Path) -> None:
     done = said(stages, nowhere, "course", "start", "4")
     assert done.returncode == 2 and "the course needs a checkout of the project" in done.stderr
@@ -118,6 +119,7 @@ def server(stages: Path, nowhere: Path) -> Iterator[str]:
         process.wait(PATIENCE)
 
 
+@pytest.mark.slow
 def test_it_serves_and_traces(server: str, stages: Path, nowhere: Path) -> None:
     with closing(httpx.Client(base_url=server, timeout=PATIENCE, trust_env=False)) as client:
         answer = client.post("/v1/completions", json={"model": "gpt2-tiny", "prompt": "To be, or", "max_tokens": 4})

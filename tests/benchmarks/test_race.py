@@ -225,6 +225,7 @@ def test_engines_that_compute_something_else_are_told(setup: Setup) -> None:
     assert problems == ["c f32 continues a prompt with [1, 3], a f32 with [1, 2]"]
 
 
+@pytest.mark.slow
 def test_ours_runs_every_workload_and_absent_peers_are_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """From outside, on the tiny shape."""
     out = tmp_path / "result.json"
