@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 
@@ -16,3 +18,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         for name, value in result.extra_info.items():
             for line in value if isinstance(value, list) else [f"{name} = {value}"]:
                 terminalreporter.write_line(f"{result.name}: {line}")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """They would be skipped; that they can be loaded is seen in `make test-all`."""
+    asked = config.getoption("benchmark_only", default=False) or config.getoption("all", default=False)
+    return True if collection_path.name.startswith("test_bench_") and not asked else None

@@ -6,6 +6,7 @@ Every bound is found in the schema of every route that takes JSON, and stepped o
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Annotated, Any
 
 import pytest
@@ -52,6 +53,7 @@ def body_classes() -> Iterator[tuple[str, type[BaseModel]]]:
             yield path, classes[content["application/json"]["schema"]["$ref"].rpartition("/")[2]]
 
 
+@cache
 def all_bounds() -> list[tuple[str, str, str, int, bool, bool]]:
     found = []
     for path, kind in body_classes():
@@ -59,9 +61,6 @@ def all_bounds() -> list[tuple[str, str, str, int, bool, bool]]:
             of_texts = "string" in str(schema)
             found += [(path, field, *bound, of_texts) for bound in dict.fromkeys(bounds(schema)) if bound[:2] != EMPTY]
     return found
-
-
-ALL = all_bounds()
 
 
 def beyond(keyword: str, bound: int, of_items: bool, of_texts: bool) -> tuple[Any, Any]:
@@ -89,24 +88,22 @@ def servers() -> Iterator[dict[Any, InProcessServer]]:
         server.close()
 
 
-@pytest.mark.parametrize(("path", "field", "keyword", "bound", "of_items", "of_texts"), ALL)
-def test_a_bound_is_told_in_pydantics_words(
-    servers: dict[Any, InProcessServer], path: str, field: str, keyword: str, bound: int, of_items: bool, of_texts: bool
-) -> None:
-    config = ENDPOINTS[path].config
-    if config not in servers:
-        servers[config] = InProcessServer(config=config())
-    sent, alone = beyond(keyword, bound, of_items, of_texts)
-    response = ask(servers[config], path, **{field: sent})
-    error = response.json()["error"]
-    assert response.status_code == 400 and words(keyword, bound, alone) in error["message"]
-    if "param" in error:  # not in Anthropic's errors
-        assert (error["type"], error["param"], error["code"]) == ("Bad Request", f"body.{field}", 400)
+def test_a_bound_is_told_in_pydantics_words(servers: dict[Any, InProcessServer]) -> None:
+    for path, field, keyword, bound, of_items, of_texts in all_bounds():
+        config = ENDPOINTS[path].config
+        if config not in servers:
+            servers[config] = InProcessServer(config=config())
+        sent, alone = beyond(keyword, bound, of_items, of_texts)
+        response = ask(servers[config], path, **{field: sent})
+        error = response.json()["error"]
+        assert response.status_code == 400 and words(keyword, bound, alone) in error["message"], (path, field)
+        if "param" in error:  # not in Anthropic's errors
+            assert (error["type"], error["param"], error["code"]) == ("Bad Request", f"body.{field}", 400)
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
 def test_the_bounds_are_vllms(path: str) -> None:
-    assert set(IN_VLLM) <= {(field, keyword, bound) for at, field, keyword, bound, *_ in ALL if at == path}
+    assert set(IN_VLLM) <= {(field, keyword, bound) for at, field, keyword, bound, *_ in all_bounds() if at == path}
 
 
 def test_the_least_and_the_greatest_are_served(server: InProcessServer) -> None:

@@ -153,7 +153,10 @@ def bodies(path: str, all_shapes: bool) -> Iterator[tuple[str, bytes]]:
 
 TEXTS = {what: value if what == "a deep list" else json.dumps(value) for what, value in SHAPES.items()}
 POOLING = {path for route in pooling.router.routes if (path := getattr(route, "path", ""))}
-SERVED = sorted(path for path, shapes in request_fields().items() if shapes and not path.startswith("/v1/audio"))
+
+
+def served() -> list[str]:
+    return sorted(path for path, shapes in request_fields().items() if shapes and not path.startswith("/v1/audio"))
 
 
 def start(*flags: str) -> ServerProcess:
@@ -180,17 +183,16 @@ def pooling_server() -> Iterator[ServerProcess]:
 
 
 @pytest.mark.parametrize("all_shapes", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("path", SERVED)
 def test_no_field_of_any_shape_keeps_the_event_loop(
-    path: str, all_shapes: bool, request: pytest.FixtureRequest
+    all_shapes: bool, server: ServerProcess, pooling_server: ServerProcess
 ) -> None:
     """The server's watch looks on: see `ServerProcess.close`."""
-    server: ServerProcess = request.getfixturevalue("pooling_server" if path in POOLING else "server")
-    with httpx.Client(base_url=server.url) as client:
-        for what, body in bodies(path, all_shapes):
-            answer = client.post(path, content=body, headers={"Content-Type": "application/json"})
-            assert answer.status_code < 500, (what, answer.text[:300])
-        assert client.get("/health").status_code == 200
+    for path in served():
+        with httpx.Client(base_url=(pooling_server if path in POOLING else server).url) as client:
+            for what, body in bodies(path, all_shapes):
+                answer = client.post(path, content=body, headers={"Content-Type": "application/json"})
+                assert answer.status_code < 500, (path, what, answer.text[:300])
+            assert client.get("/health").status_code == 200
 
 
 @pytest.mark.slow(keep=("POST", "PURGE"))

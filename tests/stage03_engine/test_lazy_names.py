@@ -7,8 +7,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from stage03_engine.mixins import load
 from stage03_engine.plugins import HOOKS, features
 from stage03_engine.sampling_params import SamplingParams
@@ -46,9 +44,8 @@ def lazy_names() -> list[str]:
     return sorted(found | {part.name for feature in features() for part in feature.parts})
 
 
-@pytest.mark.parametrize("name", lazy_names())
-def test_a_lazy_name_leads_to_something(name: str) -> None:
-    assert load(name) is not None
+def test_a_lazy_name_leads_to_something() -> None:
+    assert [name for name in lazy_names() if load(name) is None] == []
 
 
 def test_the_names_were_found() -> None:
