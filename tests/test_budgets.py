@@ -24,14 +24,14 @@ def shared():
 
 def test_that_shares(shared): pass
 
-@pytest.mark.slow(keep=("one", "two"))
+@pytest.mark.slow(keep=("one", "ne"))
 @pytest.mark.parametrize("case", ["one", "three"])
 def test_cases(case): pass
 
 @pytest.mark.slow
 def test_slow(): pass
 """
-PLUGINS = ("-p", "tiers", "-p", "budgets", "-v")
+PLUGINS = ("-p", "tiers", "-p", "budgets", "-p", "no:schemathesis", "-v")
 
 
 @pytest.fixture
@@ -90,7 +90,10 @@ def test_what_is_slow_runs_when_asked_for(files: pytest.Pytester) -> None:
         assert re.findall(r"::(\S+) PASSED", ended.stdout.str()) == ran
 
 
-@pytest.mark.parametrize("mark", ["slow('one')", "slow(keep=1)", "slow(keep='')", "slow(reason='it is')"])
+@pytest.mark.parametrize(
+    "mark", ["slow('one')", "slow(keep=1)", "slow(keep='')", "slow(reason='it is')", "slow(keep='b')"]
+)
 def test_a_mark_that_keeps_nothing_is_refused(mark: str, pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(f"import pytest\n@pytest.mark.{mark}\ndef test_it(): pass")
+    cases = '@pytest.mark.parametrize("case", ["a"])'
+    pytester.makepyfile(f"import pytest\n@pytest.mark.{mark}\n{cases}\ndef test_it(case): pass")
     assert pytester.runpytest_inprocess(*PLUGINS).ret == pytest.ExitCode.USAGE_ERROR

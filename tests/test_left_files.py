@@ -16,6 +16,6 @@ def test_what_is_left_is_named(act: str, pytester: pytest.Pytester, monkeypatch:
     for name, text in {".gitignore": "__pycache__", "kept": "as it is", "tests.txt": "not added"}.items():
         (pytester.path / name).write_text(text)
     subprocess.run("git init -q && git add .gitignore kept test_it.py", shell=True, check=True, cwd=pytester.path)
-    ended = pytester.runpytest_inprocess("-p", "left_files", "-p", "no:cacheprovider")
+    ended = pytester.runpytest_inprocess("-p", "left_files", "-p", "no:cacheprovider", "-p", "no:schemathesis")
     left = [line for line in ended.outlines if line.startswith("left in the project's folder: ")]
     assert bool(left) == (act != "exists()") and ended.ret == len(left)

@@ -32,8 +32,8 @@ from stagetrace import read_run
 
 __all__ = ["model"]  # fixture
 PROMPT = [*range(5, 45)]
-LAYOUTS = {name: WORKERS[name] for name in ("two slices", "two stages", "two stages of two slices")}
-SIZES = {"two slices": 2, "two stages": 2, "two stages of two slices": 4}
+LAYOUTS = {name: WORKERS[name] for name in ("two slices", "two stages", "both")}
+SIZES = {"two slices": 2, "two stages": 2, "both": 4}
 RANKS = [(name, rank) for name in LAYOUTS for rank in range(SIZES[name])]
 
 

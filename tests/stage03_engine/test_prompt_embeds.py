@@ -127,8 +127,8 @@ def test_a_tensor_is_a_prompt_on_an_event_loop(model: str, table: torch.Tensor) 
         "linear_backend=native",
         "preemption_mode=swap",
         "max_num_batched_tokens",
-        "model=gpt2-tiny-draft",
-        "method=ngram",
+        "gpt2-tiny-draft",
+        "ngram",
     )
 )
 @pytest.mark.parametrize("kind", KINDS, ids=name_of)

@@ -298,7 +298,7 @@ def test_a_model_that_hears_cannot_sleep(tmp_path: Path) -> None:
         AsyncEngineArgs(model=folder, device="cpu", enable_sleep_mode=True).create_engine_config()
 
 
-@pytest.mark.slow(keep="weights")
+@pytest.mark.slow(keep="parts1")
 @pytest.mark.parametrize("parts", [None, ["weights"]])
 def test_waking_that_failed_may_be_tried_again(
     model: str, parts: list[str] | None, monkeypatch: pytest.MonkeyPatch

@@ -26,15 +26,19 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
-def is_slow(item: pytest.Item) -> bool:
-    """Raises UsageError for texts to keep that are none, as a test that is kept by mistake goes unnoticed."""
+def is_slow(item: pytest.Item, unused: dict[tuple[str, str], str]) -> bool:
+    """Takes out of `unused` what keeps the test. Raises UsageError for a mark that keeps nothing by its form."""
     for mark in item.iter_markers("slow"):
         keep = mark.kwargs.get("keep", ())
-        kept = keep if isinstance(keep, tuple) else (keep,)
-        if mark.args or {*mark.kwargs} - {"keep"} or not all(isinstance(text, str) and text for text in kept):
+        texts = keep if isinstance(keep, tuple) else (keep,)
+        if mark.args or {*mark.kwargs} - {"keep"} or not all(isinstance(text, str) and text for text in texts):
             raise pytest.UsageError(f"{item.nodeid}: slow takes keep=, one text or several")
-        case = item.name.partition("[")[2]
-        if not any(text in case for text in kept):
+        test, _, case = item.nodeid.partition("[")
+        kept = [text for text in texts if text in case]
+        for text in texts:
+            unused.setdefault((test, text), item.nodeid)
+        unused |= {(test, text): "" for text in kept}
+        if not kept:
             return True
     return False
 
@@ -45,7 +49,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = reordered(items, order)
     if config.getoption("all") or any(EXPLICIT in argument for argument in config.args):
         return
-    slow = {item for item in items if is_slow(item)}
+    unused: dict[tuple[str, str], str] = {}
+    slow = {item for item in items if is_slow(item, unused)}
+    if wrong := [key for key, first in unused.items() if first]:  # a case that is slow by mistake goes unnoticed
+        raise pytest.UsageError(f"no case has the text in its id that slow(keep=...) is to keep: {wrong}")
     config.hook.pytest_deselected(items=[*slow])
     items[:] = [item for item in items if item not in slow]
 
