@@ -102,6 +102,7 @@ def expected() -> list[str]:
         return [output.outputs[0].text for output in outputs]
 
 
+@pytest.mark.slow
 def test_the_tokens_are_those_of_one_engine(three: Several, expected: list[str]) -> None:
     """Greedy, and all three wrote some of them."""
     assert sorted(three.engines) == ["EngineCore_DP0", "EngineCore_DP1", "EngineCore_DP2"]

@@ -25,6 +25,7 @@ def server() -> Iterator[ServerProcess]:
     server.close()
 
 
+@pytest.mark.slow
 def test_running_requests_finish_all_the_same(server: ServerProcess) -> None:
     """With everything that they need: the engine, and the process that checks grammars."""
     url = server.wait_until_ready()

@@ -24,6 +24,8 @@ PAIRS = [
 CHAT_TEMPLATE = "{% for m in messages %}{{ m.role | upper }}:\n{{ m.content }}\n\n{% endfor %}{% if add_generation_prompt %}ASSISTANT:\n{% endif %}"
 QUESTIONS = ["Who is there?", "What say you to a letter from your friends?", "Speak!", "How now, my lord?"]
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:

@@ -217,6 +217,17 @@ def flags_of(parser: argparse.ArgumentParser) -> set[str]:
 
 
 NO_FLAGS_OF_OURS = {
+    *(
+        "--all",
+        "--changed",
+        "--record",
+        "--order",
+        "--exercise",
+        "--impl",
+        "--minutes",
+        "--resume",
+        "--tier",
+    ),  # of the tests
     "--out",
     "--checkpoint",
     "--text",

@@ -168,6 +168,7 @@ def of_stream(text: str) -> dict[int, list[Any]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_chat_and_its_options_arrive_as_they_are(fleet: Fleet, stream: bool) -> None:
     """A whole answer byte for byte, but for the time and the last digits of logprobs."""

@@ -96,6 +96,7 @@ def test_openai_client_error_classes(client: openai.OpenAI) -> None:
         client.completions.create(model=MODEL, prompt="a", temperature=-1)
 
 
+@pytest.mark.slow
 def test_64_clients_at_once_get_what_each_gets_alone(client: openai.OpenAI) -> None:
     """Every fourth is asked alone too."""
     prompts = [

@@ -130,6 +130,7 @@ def memory(server: ServerProcess) -> dict[int, int]:
     return {process.pid: process.memory_info().rss for process in [api, *api.children()]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seconds", "num_clients"), [(2.0, 24), pytest.param(600.0, 64, marks=[pytest.mark.long, pytest.mark.timeout(900)])]
 )

@@ -471,6 +471,7 @@ def opened(window: Opened) -> Iterator[Opened]:
     assert window.wrong == []
 
 
+@pytest.mark.slow
 def test_stepping_and_scrubbing(opened: Opened, path: WalkPath) -> None:
     rows = path.rows
     last = len(rows) - 1

@@ -146,6 +146,7 @@ assert [main(["course", *words]) for words in (["check", "4"], ["hint", "4"], ["
 """
 
 
+@pytest.mark.slow
 def test_a_student_works_in_it(copy: Path) -> None:
     code, said = python(copy, "-c", VERBS.format(text=pasted(POOL)))
     assert code == 0 and "passed (" in said and said.count("hint 3 of 3") == 1 and "the reference" not in said, said

@@ -159,6 +159,7 @@ def test_the_five_scenarios_are_drawn(lab: Lab, each: dict[str, Any]) -> None:
     assert pressed == [each["name"]]
 
 
+@pytest.mark.slow
 def test_a_reason_and_the_blocks_of_every_cell(lab: Lab) -> None:
     """By keys, from cell to cell: the sentences of `why`, and who holds which block."""
     lab.click("Preemption")
@@ -220,6 +221,7 @@ def test_settings_by_slider_number_and_switch(lab: Lab) -> None:
     lab.check_picture()
 
 
+@pytest.mark.slow
 def test_requests_are_edited(lab: Lab) -> None:
     lab.click("Add a request")
     assert lab.page.evaluate("() => document.activeElement.value") == "f"
@@ -269,6 +271,7 @@ def test_an_arrival_is_moved_on_the_time_line(lab: Lab) -> None:
     lab.page.wait_for_url("**d.4.90.10**")
 
 
+@pytest.mark.slow
 def test_a_scenario_is_a_link(lab: Lab, browser: Any, url: str) -> None:
     lab.click("Shared prefix")
     lab.page.get_by_label("priority of c").fill("-3")

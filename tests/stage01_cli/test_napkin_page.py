@@ -182,6 +182,7 @@ def test_it_fits_every_width(width: int, browser: Any, url: str) -> None:
     page.close()
 
 
+@pytest.mark.slow
 def test_its_policy_lets_nothing_in(url: str) -> None:
     page = build_page()
     policy = re.search(r'Content-Security-Policy" content="([^"]+)"', page)

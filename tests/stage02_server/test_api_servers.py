@@ -131,6 +131,7 @@ def clients(pair: ServerProcess) -> Iterator[list[httpx.Client]]:
         yield both
 
 
+@pytest.mark.slow
 def test_both_write_the_tokens_of_one(clients: list[httpx.Client]) -> None:
     llm = LLM("gpt2-tiny", kv_cache_memory_bytes=50_000_000)
     expected = llm.generate(["To be, or"], SamplingParams(max_tokens=24, temperature=0, ignore_eos=True))
@@ -444,6 +445,7 @@ def test_an_engine_that_cannot_start_is_one_line(start_server: Start) -> None:
     assert not any("Traceback" in line for line in server.lines)
 
 
+@pytest.mark.slow
 def test_servers_that_cannot_start_are_one_line(start_server: Start) -> None:
     server = start_server(*ECHO, "--middleware", "no_such_module.Layer")
     assert server.wait() == 2

@@ -42,6 +42,7 @@ def greedy_chat(url: str) -> str:
     return str(httpx.post(url + "/chat/completions", json=body).json()["choices"][0]["message"]["content"])
 
 
+@pytest.mark.slow
 def test_langchain(url: str, greedy: str, greedy_chat: str) -> None:
     langchain = pytest.importorskip("langchain_openai")
     settings = {"base_url": url, "api_key": "none", "model": "gpt2-tiny", "max_tokens": 8, "temperature": 0}
@@ -54,6 +55,7 @@ def test_langchain(url: str, greedy: str, greedy_chat: str) -> None:
     assert "".join(chunk.content for chunk in chatting.stream(PROMPT)) == greedy_chat
 
 
+@pytest.mark.slow
 def test_langchain_calls_tools_through_responses(url: str) -> None:
     """A tool is called, its result goes back, and the conversation goes on: with all items, and with the id of the response."""
     langchain = pytest.importorskip("langchain_openai")
@@ -75,6 +77,7 @@ def test_langchain_calls_tools_through_responses(url: str) -> None:
     assert len(said) == 1 and said.pop().strip()
 
 
+@pytest.mark.slow
 def test_litellm(url: str, greedy: str, greedy_chat: str) -> None:
     os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it asks the network for prices when it is imported
     litellm = pytest.importorskip("litellm")
@@ -90,6 +93,7 @@ def test_litellm(url: str, greedy: str, greedy_chat: str) -> None:
         litellm.completion(model="openai/other", messages=[{"role": "user", "content": "x"}], **how)
 
 
+@pytest.mark.slow
 def test_llm(url: str, greedy_chat: str, tmp_path: Path) -> None:
     pytest.importorskip("llm")
     model = f"- model_id: tiny\n  model_name: gpt2-tiny\n  api_base: {url}\n"

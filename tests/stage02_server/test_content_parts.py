@@ -111,6 +111,7 @@ def test_a_kind_of_ones_own(tmp_path: Path) -> None:
     assert "there are image_url, input_audio, input_text, noise," in found["video_url"]
 
 
+@pytest.mark.slow(keep="images")
 @pytest.mark.parametrize("room", sorted({part.feature for part in keys("content").values()}))
 def test_the_kinds_of_a_deleted_room_are_refused_like_unknown_ones(tmp_path: Path, room: str) -> None:
     """Whoever needs the room is not there either."""

@@ -34,6 +34,7 @@ def flood(server: ServerProcess, number: signal.Signals) -> int:
     return server.wait()
 
 
+@pytest.mark.slow(keep="starting-15")
 @pytest.mark.parametrize(("state", "number"), [("starting", signal.SIGTERM), ("ready", signal.SIGINT)])
 def test_signals_without_end_change_nothing(
     start_server: StartServer, tmp_path: Path, state: str, number: signal.Signals

@@ -56,6 +56,7 @@ def the_line(server: ServerProcess, pattern: str) -> re.Match[str]:
     return found
 
 
+@pytest.mark.slow
 def test_each_line_says_which_process_speaks(server: ServerProcess) -> None:
     who = [
         re.match(r"\((APIServer|EngineCore_DP0) pid=(\d+)\) (INFO|WARNING) \d\d-\d\d ", line) for line in server.lines

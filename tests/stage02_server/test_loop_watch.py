@@ -101,6 +101,7 @@ def test_holds_are_counted_and_forgotten(monkeypatch: pytest.MonkeyPatch, caplog
     assert b"stages:event_loop_held_seconds_count 2.0" in generate_latest(registry)
 
 
+@pytest.mark.slow
 def test_the_server_tells_of_it(start_server: Callable[..., ServerProcess], tmp_path: Path) -> None:
     """In the log, the metric, the trace and /health; code in C that keeps the interpreter's lock too."""
     server = start_server(*ECHO, "--trace", str(tmp_path), patch=HOLDING)

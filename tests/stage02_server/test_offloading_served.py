@@ -56,6 +56,7 @@ def number(url: str, name: str) -> float:
     return float(found[1])
 
 
+@pytest.mark.slow
 def test_sixteen_clients_get_the_same_texts(expected: list[list[str]]) -> None:
     few = ("--num-gpu-blocks-override", "40", "--max-num-seqs", "16", "--max-num-batched-tokens", "64")
     server = ServerProcess("gpt2-tiny", "--port", "0", "--kv-offloading-size", "0.05", "--check-invariants", *few)

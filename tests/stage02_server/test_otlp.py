@@ -247,6 +247,7 @@ m.is_there = lambda name: not name.startswith("opentelemetry") and there(name)
 """
 
 
+@pytest.mark.slow(keep="variables0")
 @pytest.mark.parametrize(
     ("url", "patch", "variables", "said"),
     [

@@ -64,6 +64,7 @@ def server() -> Iterator[ServerProcess]:
     server.close()
 
 
+@pytest.mark.slow
 def test_without_scripts_it_shows_what_it_looks_like_with_them(browser: Any, server: ServerProcess) -> None:
     """And how to ask without it."""
     ((_, pictures, words),) = without_scripts(browser, [server.url])
@@ -318,6 +319,7 @@ def engines(**states: str) -> str:
     return json.dumps({"proc": "APIServer", "name": "dp.engines", "args": {"states": told}})
 
 
+@pytest.mark.slow
 def test_what_two_engines_tell_is_not_mixed_up(script: Any) -> None:
     """Their steps, blocks and requests have the same numbers, and each view shows its own scheduler's."""
     chance = random.Random(1)
@@ -415,6 +417,7 @@ GO_BACK = f"""batches => {{
 }}"""
 
 
+@pytest.mark.slow
 def test_going_back_shows_each_step_as_it_was(script: Any) -> None:
     """As the whole story up to it, told to somebody new, and the present stays what it is. More steps than are kept in one piece."""
     batches = life(2)[0] + life(4, "later-")[0]

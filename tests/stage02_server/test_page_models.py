@@ -95,6 +95,7 @@ def test_a_key_that_is_missing_an_engine_without_scheduler_and_a_server_that_has
     assert page.locator(".turn").count() == 0
 
 
+@pytest.mark.slow
 def test_what_has_come_of_a_stopped_answer_stays_in_the_chat(page: Any) -> None:
     server = ServerProcess("gpt2-tiny", "--engine", "echo", "--port", "0")
     try:

@@ -219,6 +219,7 @@ EchoCoreClient.start = start
     assert not any("Traceback" in line for line in server.lines)
 
 
+@pytest.mark.slow
 def test_the_trace_tells_start_request_and_stop_in_order(start_server: StartServer, tmp_path: Path) -> None:
     server = start_server(*ECHO, "--trace", str(tmp_path))
     url = server.wait_until_ready()
@@ -278,6 +279,7 @@ subprocess.Popen.__init__ = spawn
 """
 
 
+@pytest.mark.slow
 def test_the_engine_starts_before_the_web_framework_is_imported() -> None:
     """Both take a second or so: at the same time, if the engine's process comes first."""
     server = ServerProcess("gpt2-tiny", "--host", "127.0.0.1", "--port", "0", patch="import sys\n" + SPAWN)

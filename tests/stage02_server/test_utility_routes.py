@@ -127,6 +127,7 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServerP
     server.close()
 
 
+@pytest.mark.slow
 def test_a_profile_holds_the_operators_of_the_steps(profiled: tuple[ServerProcess, Path]) -> None:
     server, folder = profiled
     assert httpx.post(server.url + "/stop_profile").status_code == 409

@@ -69,6 +69,7 @@ def test_refusals(folder: Path, file: Any, settings: dict[str, Any], message: st
         defaults(folder, file, **settings)
 
 
+@pytest.mark.slow
 def test_the_engine_without_a_server(folder: Path) -> None:
     config = {"temperature": 0.0, "max_new_tokens": 3}
     defaults(folder, config)

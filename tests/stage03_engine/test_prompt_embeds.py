@@ -168,6 +168,7 @@ def test_with_an_adapter(model: str, table: torch.Tensor, tmp_path: Path) -> Non
         assert run(llm, [given(table, PROMPTS[1], params)]) == [ids] != [plain]
 
 
+@pytest.mark.slow
 def test_after_sleep_and_after_new_weights(model: str, table: torch.Tensor) -> None:
     with LLM(model, **SMALL, enable_sleep_mode=True, enable_weight_updates=True) as llm:
         expected = run(llm, [given(table, PROMPTS[1])])

@@ -58,7 +58,7 @@ def runner_of(llm: LLM) -> Any:
     return llm.engine_core._core.executor.worker.model_runner  # type: ignore[attr-defined]
 
 
-@pytest.mark.slow(keep=("native0", "int8]", "0.001"))
+@pytest.mark.slow(keep="native0")
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(f"{value}" for value in kind.values()))
 def test_the_tokens_are_the_same_after_waking(model: str, kind: dict[str, Any]) -> None:
     with LLM(model, **SMALL | kind) as llm:
@@ -211,6 +211,7 @@ def test_cached_prefixes_are_forgotten(model: str) -> None:
         assert not llm.generate([PROMPTS[1]], GREEDY)[0].num_cached_tokens
 
 
+@pytest.mark.slow
 def test_the_trace_says_what_was_given_back(model: str, tmp_path: Path) -> None:
     with LLM(model, **SMALL, trace=str(tmp_path)) as llm:
         tokens(llm)

@@ -239,6 +239,7 @@ def test_the_second_request_finds_its_grammar_compiled(tmp_path: Path) -> None:
     assert run.named("grammar.refused")[0].args["message"].endswith("cannot be used as a grammar")  # nothing is quoted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "wanted", [{"json": {"type": "array", "items": {"type": "integer"}, "minItems": 2}}, {"json_object": True}]
 )

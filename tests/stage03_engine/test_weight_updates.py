@@ -301,6 +301,7 @@ def test_cached_prefixes_are_forgotten_and_the_trace_has_versions(model: str, ot
     assert [event.args["version"] for event in run.named("weights.used")] == [1] + 3 * [2]
 
 
+@pytest.mark.slow
 def test_beside_sleep(model: str, other: str, expected: list[list[int]]) -> None:
     """A learner's round; and what is loaded again after level 2 is the newest."""
     with LLM(model, **SMALL, enable_sleep_mode=True) as llm:

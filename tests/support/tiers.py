@@ -9,10 +9,9 @@ A slow test that is asked for by its name (`pytest tests/x.py::test_y`) runs as 
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
-
-EXPLICIT = "::"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -47,14 +46,24 @@ def is_slow(item: pytest.Item, unused: dict[tuple[str, str], str]) -> bool:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if order := config.getoption("order"):
         items[:] = reordered(items, order)
-    if config.getoption("all") or any(EXPLICIT in argument for argument in config.args):
+    if config.getoption("all"):
         return
+    asked = [argument.partition("::") for argument in config.args]
+    named = [(config.invocation_params.dir / path, test) for path, _, test in asked if test]
     unused: dict[tuple[str, str], str] = {}
-    slow = {item for item in items if is_slow(item, unused)}
+    slow = {item for item in items if not is_named(item, named) and is_slow(item, unused)}
     if wrong := [key for key, first in unused.items() if first]:  # a case that is slow by mistake goes unnoticed
         raise pytest.UsageError(f"no case has the text in its id that slow(keep=...) is to keep: {wrong}")
     config.hook.pytest_deselected(items=[*slow])
     items[:] = [item for item in items if item not in slow]
+
+
+def is_named(item: pytest.Item, named: list[tuple[Path, str]]) -> bool:
+    """Is it one of these (file, test), or a case of one?"""
+    test = item.nodeid.partition("::")[2]
+    return any(
+        item.path == path and (test == name or test.startswith((f"{name}[", f"{name}::"))) for path, name in named
+    )
 
 
 def reordered(items: list[pytest.Item], order: str) -> list[pytest.Item]:

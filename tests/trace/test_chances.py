@@ -130,6 +130,7 @@ def seen(text: str) -> str:
     return text.replace("\n", "⏎").replace(" ", "␣") or "(part of a character)"
 
 
+@pytest.mark.slow
 def test_the_player_shows_who_else_could_have_been_chosen(opened: Any) -> None:
     run = read_run(RECORDED / "chances").events
     chances = joined([event for event in run if event.name == "answer.logprobs"])

@@ -50,6 +50,7 @@ def recorded(req: str, pid: int, run: Path) -> bool:
     return any(req in path.read_text(encoding="utf-8") for path in run.glob(f"*{pid}*.jsonl"))
 
 
+@pytest.mark.slow
 def test_a_server_that_was_stopped_leaves_a_consistent_recording(server: ServerProcess, tmp_path: Path) -> None:
     assert len(httpx.post(server.url + "/v1/completions", json=BODY, timeout=PATIENCE).text.splitlines()) > 300
     server.process.send_signal(signal.SIGTERM)

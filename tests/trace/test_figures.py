@@ -247,6 +247,7 @@ def test_names_are_short_and_never_the_same() -> None:
     assert list(short_names(long).values()) == ["x" * 40 + "0", "x" * 40 + "1"]
 
 
+@pytest.mark.slow(keep="request_timeline")
 @pytest.mark.parametrize("name", NAMES)
 def test_the_command_prints_and_draws(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = str(RECORDED / "one_request")

@@ -270,6 +270,7 @@ def test_an_address_that_leads_nowhere(opened: Any, link: str) -> None:
     assert opened(RECORDED / "one_request", link=link).at() == (len(events) - 1 if "999" in link else first)
 
 
+@pytest.mark.slow
 def test_the_tour_stops_in_each_phase(opened: Any) -> None:
     events = read_run(RECORDED / "one_request").events
     player = opened(RECORDED / "one_request")
@@ -461,6 +462,7 @@ def changed(run: Run, step: int) -> Run:
     return Run(events, run_ids={"changed"})
 
 
+@pytest.mark.slow
 def test_two_runs_side_by_side(opened: Any) -> None:
     run = read_run(RECORDED / "mixed")
     player = opened(run, changed(run, 9))
