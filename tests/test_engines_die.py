@@ -198,6 +198,7 @@ def _greedy(streams: int) -> list[dict[str, Any]]:
     return [same | {"prompt": PROMPTS[i], "stream": i < streams} for i in range(32)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("times", [1, pytest.param(20, marks=[pytest.mark.long, pytest.mark.timeout(1800)])])
 def test_an_engine_is_killed_under_32_clients(three: Several, expected: list[str], times: int) -> None:
     """Each of them gets the whole answer, and nobody an error."""

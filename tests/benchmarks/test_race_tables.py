@@ -249,6 +249,7 @@ def test_each_figure_stands_beside_its_limit() -> None:
     assert " %" not in str(compare(unmeasured, "float32", "W3", "ttft_ms"))
 
 
+@pytest.mark.slow
 def test_the_machines_rates_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = measure_rates(1, 0.01)
     assert rates.keys() >= {"copy", "read", "float32"} and all(rate > 1e6 for rate in rates.values())

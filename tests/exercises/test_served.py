@@ -185,6 +185,7 @@ def test_every_exercise_has_a_subtle_bug() -> None:
     assert PLANTED.keys() == exercises().keys()
 
 
+@pytest.mark.slow
 def test_a_second_budget_for_those_who_wait_is_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The load of the scheduler's exercise does what it says, and shows in which step the part was wrong, and why."""
     scheduler = exercises()[5]

@@ -496,6 +496,7 @@ def test_stepping_and_scrubbing(opened: Opened, path: WalkPath) -> None:
     assert opened.page.locator("#rows button:not(.fold)").count() == len(rows)
 
 
+@pytest.mark.slow
 def test_calls_inside_features_are_a_line_that_opens(opened: Opened, path: WalkPath) -> None:
     rows, page = path.rows, opened.page
     walked = [at for at, row in enumerate(rows) if not row.room]

@@ -69,6 +69,7 @@ print("\\n" + json.dumps([found, told]))
 """
 
 
+@pytest.mark.slow
 def test_what_is_in_the_archive_is_enough_to_judge(tmp_path: Path) -> None:
     """Without a browser: the archive alone, and the packages of which there are wheels, give the verdicts one after another."""
     write_sources(tmp_path / "judges.zip")

@@ -185,6 +185,7 @@ def test_a_reason_and_the_blocks_of_every_cell(lab: Lab) -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_pointer_looks_and_a_click_pins(lab: Lab) -> None:
     lab.page.click('#grid [data-at="1,4"]')
     lab.page.hover('#grid [data-at="3,9"]')

@@ -90,6 +90,7 @@ def script(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
         page.close()
 
 
+@pytest.mark.slow
 @given(st.lists(st.sampled_from(ODD), max_size=20).map("".join) | st.text(KNOWN, max_size=20))
 def test_the_tokens_of_a_text_are_those_of_the_tokenizer(script: Any, text: str) -> None:
     ids = TOKENIZER.encode(text, add_special_tokens=False).ids

@@ -315,6 +315,7 @@ def says_that_it_is_dead(client: httpx.Client) -> bool:
         return True
 
 
+@pytest.mark.slow
 def test_all_servers_say_that_the_engine_is_dead_and_end(start_server: Start) -> None:
     server = start_server("gpt2-tiny", *FLAGS, "--kv-cache-memory-bytes", "50000000")
     wait_until_both_serve(server)

@@ -99,6 +99,7 @@ def test_translation_language_and_prompt_choose_what_the_decoder_begins_with(
     assert texts == [text.strip() for text in wanted] and len(set(texts)) == 3
 
 
+@pytest.mark.slow
 def test_long_sound_is_heard_in_pieces_and_streamed_in_order(url: str, client: OpenAI, reference: Reference) -> None:
     data = sound(64, rate=8000)
     pieces = split_audio(decode_audio(data))
@@ -163,6 +164,7 @@ def windows(reference: Reference, samples: np.ndarray) -> list[Heard]:
     return found
 
 
+@pytest.mark.slow
 def test_timestamps_are_those_of_transformers(client: OpenAI, reference: Reference) -> None:
     """Token by token, and the times of segments and words that follow from them, window after window."""
     counts = []

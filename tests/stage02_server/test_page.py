@@ -131,6 +131,7 @@ STOP_ONCE_IT_RUNS = """() => new Promise((done) => {
 """In the page itself: the whole answer takes about a second, and a busy machine may take longer to press a key from outside."""
 
 
+@pytest.mark.slow
 def test_stop_frees_the_blocks(opened: Any, server: ServerProcess) -> None:
     page = opened()
     page.until("live.known")
@@ -142,6 +143,7 @@ def test_stop_frees_the_blocks(opened: Any, server: ServerProcess) -> None:
     assert "from outside" in page.page.locator("#rows tr").first.text_content()
 
 
+@pytest.mark.slow
 def test_a_refusal_is_told_in_words(opened: Any) -> None:
     page = opened()
     page.send("long " * 2000)

@@ -33,6 +33,7 @@ def small() -> Iterator[ServerProcess]:
     server.close()
 
 
+@pytest.mark.slow
 def test_a_key_is_tried_at_once_and_the_right_one_outlives_a_reload(browser: Any, locked: ServerProcess) -> None:
     context = browser.new_context()
     page = context.new_page()

@@ -114,6 +114,7 @@ def test_what_has_come_of_a_stopped_answer_stays_in_the_chat(page: Any) -> None:
         server.close()
 
 
+@pytest.mark.slow
 def test_a_page_that_is_opened_while_the_model_loads_gets_its_model(page: Any) -> None:
     answers = [
         {"status": 503, "json": {"error": {"message": "The server is starting."}}},

@@ -14,6 +14,7 @@ STEPS = """live.steps = [...Array(40).keys()].map(step => ({
 }))"""
 
 
+@pytest.mark.slow
 def test_a_few_long_steps_do_not_flatten_the_rest(script: Any) -> None:
     assert script.evaluate("axisTop([...Array(50).fill(5), 900])") == 8
     assert script.evaluate("axisTop([4, 5, 9])") == 10 and script.evaluate("axisTop([])") == 1

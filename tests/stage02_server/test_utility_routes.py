@@ -141,6 +141,7 @@ def test_a_profile_holds_the_operators_of_the_steps(profiled: tuple[ServerProces
     assert any(name and name.startswith("aten::") for name in names)
 
 
+@pytest.mark.slow
 def test_a_profile_that_cannot_be_written_costs_nobody_anything(profiled: tuple[ServerProcess, Path]) -> None:
     server, folder = profiled
     assert httpx.post(server.url + "/start_profile").status_code == 200

@@ -525,6 +525,7 @@ def torchrun(count: int, *flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*launch, *generate, *backend, *flags], capture_output=True, text=True, timeout=PATIENCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, pytest.param(2, marks=needs_slices)])
 @pytest.mark.slow(keep="2")
 def test_torchrun_prints_the_answer_once(count: int, tmp_path: Path) -> None:

@@ -218,6 +218,7 @@ def mixed_plain(model: str) -> list[Any]:
         return mixed(llm)
 
 
+@pytest.mark.slow
 def test_decode_steps_are_replayed_with_their_sampler(
     one_layer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -140,6 +140,7 @@ def test_only_the_engine_is_compared_when_only_it_is_asked_for(tmp_path: Path) -
     assert not compare(a, tmp_path).same and compare(a, tmp_path, only_core=True).same
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_recordings(tmp_path: Path) -> None:
     def many(count: int) -> Path:
         def live() -> None:
